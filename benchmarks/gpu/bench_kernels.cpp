@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout.hpp"
+#include "core/gather_plan.hpp"
 #include "device_memory.hpp"
 #include "kernels/cuda/kernels.hpp"
 
@@ -112,9 +112,8 @@ void bench_copies(const Kernels& kernels, Report& report) {
                  [&](Stream stream) { kernels.copy(cast.list(), pool.data(), slot.data(), stream); });
 
   const Layout shard(block(DType::f32, DType::bf16, DType::bf16), kWorld, 0);
-  const size_t stride = shard.gather_segment_bytes();
-  const Memory segments(stride * kWorld);
-  const Uploaded out(plan_copies(shard.segments_to_slot(stride)));
+  const Memory segments(shard.gather_segment_bytes() * kWorld);
+  const Uploaded out(plan_copies(plan_gather(shard, kPackEverything).staging_to_slot));
   report.measure("copy: copy out of 8 bf16 segments", 4 * numel_of(shard),
                  [&](Stream stream) { kernels.copy(out.list(), segments.data(), slot.data(), stream); });
 }

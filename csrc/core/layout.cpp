@@ -118,7 +118,6 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
       place.slot_offset = slot_bytes_;
       const int64_t chunks = whole_chunks ? world * place.padded_shard_numel : shape.numel();
       slot_bytes_ += align_up(num_bytes(std::max(chunks, shape.numel()), shape.compute));
-      place.gather_segment_offset = gather_segment_bytes_;
       gather_segment_bytes_ += align_up(num_bytes(place.padded_shard_numel, shape.compute));
     }
     if (shape.trainable) {
@@ -136,14 +135,6 @@ Layout::Layout(std::vector<ParamShape> shapes, int world, int rank, bool whole_c
     const ParamShape& shape = place.shape;
     shard_to_slot_.push_back(
         shard_to_whole(shape, place.rows, place.shard_offset, shape.orig, place.slot_offset, shape.compute));
-    Copy segment;
-    segment.src_offset = place.shard_offset;
-    segment.dst_offset = place.gather_segment_offset;
-    segment.count = 1;
-    segment.piece_numel = segment.src_stride = segment.dst_stride = place.shard_numel;
-    segment.src = shape.orig;
-    segment.dst = shape.compute;
-    shard_to_segment_.push_back(segment);
   }
 }
 
@@ -193,34 +184,6 @@ Layout Layout::narrow() const {
     shapes.back().reduce = place.shape.packed();
   }
   return Layout(std::move(shapes), ranks_.world, ranks_.rank, ranks_.whole_chunks);
-}
-
-std::vector<Copy> Layout::segment_to_slot(int source_rank) const {
-  if (source_rank < 0 || source_rank >= ranks_.world) {
-    throw Error("layout: rank " + std::to_string(source_rank) + " has no segment in a world of " +
-                std::to_string(ranks_.world));
-  }
-  std::vector<Copy> copies;
-  copies.reserve(params_.size());
-  for (const ParamPlace& place : params_) {
-    const ParamShape& shape = place.shape;
-    const RowRange rows = shard_rows(shape.dim, ranks_.world, source_rank);
-    if (!shape.in_slot || shape.outer * rows.size() * shape.inner == 0) continue;
-    copies.push_back(
-        shard_to_whole(shape, rows, place.gather_segment_offset, shape.compute, place.slot_offset, shape.compute));
-  }
-  return copies;
-}
-
-std::vector<Copy> Layout::segments_to_slot(size_t segment_bytes) const {
-  std::vector<Copy> copies;
-  for (int rank = 0; rank < ranks_.world; ++rank) {
-    for (Copy copy : segment_to_slot(rank)) {
-      copy.src_offset += static_cast<size_t>(rank) * segment_bytes;
-      copies.push_back(copy);
-    }
-  }
-  return copies;
 }
 
 std::vector<Copy> Layout::gradient_to_segments(size_t param, DType grad) const {

@@ -82,7 +82,6 @@ struct ParamPlace {
   size_t shard_offset = 0;           // in the shard pool, bytes
   size_t gradient_offset = 0;        // in the gradient pool, bytes, trainable parameters only
   size_t slot_offset = 0;            // in the gather slot, bytes
-  size_t gather_segment_offset = 0;  // in one rank's gather segment, bytes
   size_t reduce_segment_offset = 0;  // in one rank's reduce segment, bytes, trainable parameters only
 };
 
@@ -118,6 +117,7 @@ class Layout {
   size_t scratch_bytes() const { return scratch_flags_bytes() + world_of(narrow_segment_bytes_); }
   size_t wide_scratch_bytes() const { return scratch_flags_bytes() + world_of(reduce_segment_bytes_); }
   size_t scratch_flags_bytes() const { return align_up(params_.size()); }
+  // Returns the bytes of a rank if everything is gathered packed.
   size_t gather_segment_bytes() const { return gather_segment_bytes_; }
   size_t reduce_segment_bytes() const { return reduce_segment_bytes_; }
   // Returns the bytes of a rank's reduce segment and one flag per parameter in the reduce dtype (> 0: some rank has a
@@ -138,12 +138,6 @@ class Layout {
 
   // Copies this rank's shard pool to its rows in the gather slot, with the cast. Empty shards are left out.
   const std::vector<Copy>& shard_to_slot() const { return shard_to_slot_; }
-  // Copies this rank's shard pool to its gather segment, with the cast.
-  const std::vector<Copy>& shard_to_segment() const { return shard_to_segment_; }
-  // Copies the segment of `source_rank` (offset from that segment's start) to the gather slot. Pads are left out.
-  std::vector<Copy> segment_to_slot(int source_rank) const;
-  // Copies the segments of all ranks, laid end to end every `segment_bytes`, to the gather slot.
-  std::vector<Copy> segments_to_slot(size_t segment_bytes) const;
   // Copies the full unsharded gradient of parameter `param` (contiguous, dtype `grad`) to the W reduce segments laid
   // end to end, with the cast. Pads are not written: zero the buffer once.
   std::vector<Copy> gradient_to_segments(size_t param, DType grad) const;
@@ -166,7 +160,6 @@ class Layout {
   size_t reduce_segment_bytes_ = 0;
   size_t narrow_segment_bytes_ = 0;
   std::vector<Copy> shard_to_slot_;
-  std::vector<Copy> shard_to_segment_;
 };
 
 }  // namespace fsdp2x

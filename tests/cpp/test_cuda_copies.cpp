@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error.hpp"
+#include "core/gather_plan.hpp"
 #include "executor.hpp"
 #include "kernels/cpu/kernels.hpp"
 #include "virtual_ranks.hpp"
@@ -115,17 +116,17 @@ TEST_P(CopyWorld, RowsCastStraightIntoTheSlot) {
 
 TEST_P(CopyWorld, SegmentsAreCopiedOut) {
   for (const Unit& unit : units()) {
-    const size_t stride = unit.layouts[0].gather_segment_bytes() + kAlignBytes;
-    const Region gathered(stride * static_cast<size_t>(world()));
+    const size_t segment = unit.layouts[0].gather_segment_bytes();
+    const Region gathered(segment * static_cast<size_t>(world()));
     for (const Layout& layout : unit.layouts) {
       const Region pool(shard_pool(layout), 0);
-      const Uploaded plan(plan_copies(layout.shard_to_segment()));
-      kernels().copy(plan.list(), pool.data(), gathered.as<std::byte>() + stride * static_cast<size_t>(layout.rank()),
+      const Uploaded plan(plan_copies(plan_gather(layout, kPackEverything).shard_to_segment));
+      kernels().copy(plan.list(), pool.data(), gathered.as<std::byte>() + segment * static_cast<size_t>(layout.rank()),
                      nullptr);
     }
     for (const Layout& layout : unit.layouts) {
       const Region slot(layout.slot_bytes());
-      const Uploaded plan(plan_copies(layout.segments_to_slot(stride)));
+      const Uploaded plan(plan_copies(plan_gather(layout, kPackEverything).staging_to_slot));
       kernels().copy(plan.list(), gathered.data(), slot.data(), nullptr);
       expect_whole(layout, slot.read());
     }

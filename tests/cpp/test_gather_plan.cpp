@@ -68,6 +68,7 @@ TEST_P(GatherWorld, EveryRankStartsAligned) {
   const Layout layout(shapes(), world, world - 1, /*whole_chunks=*/true);
   const GatherPlan plan = plan_gather(layout, pack_below);
   EXPECT_EQ(plan.segment_bytes % kAlignBytes, 0U);
+  EXPECT_EQ(plan_gather(layout, kPackEverything).segment_bytes, layout.gather_segment_bytes());
   for (const DirectGather& one : plan.direct) {
     const ParamPlace& place = layout.params()[one.param];
     EXPECT_TRUE(place.shape.outer == 1 || place.shape.dim % world == 0);
@@ -91,7 +92,7 @@ TEST_P(GatherWorld, EveryRankStartsAligned) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, GatherWorld,
                          testing::Combine(testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 64),
-                                          testing::Values(size_t{0}, size_t{2048}, kPackBelowBytes)));
+                                          testing::Values(size_t{0}, size_t{2048}, kPackEverything)));
 
 // A device's plan for a unit of many experts must not grow with the ranks.
 TEST(GatherPlan, RowsOfAllRanksAreOneCopyAndThoseOfAShortOneAnother) {

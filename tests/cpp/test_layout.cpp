@@ -80,7 +80,7 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
       EXPECT_EQ(layout.scratch_bytes(), all[0].scratch_bytes());
       EXPECT_EQ(layout.gather_segment_bytes(), all[0].gather_segment_bytes());
       EXPECT_EQ(layout.reduce_segment_bytes(), all[0].reduce_segment_bytes());
-      size_t shard_end = 0, slot_end = 0, gather_end = 0, reduce_end = 0, gradient_bytes = 0;
+      size_t shard_end = 0, slot_end = 0, reduce_end = 0, gradient_bytes = 0;
       const std::vector<ParamPlace> narrow = layout.narrow().params();
       size_t narrow_end = 0;
       for (size_t i = 0; i < layout.params().size(); ++i) {
@@ -93,14 +93,12 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
         };
         EXPECT_EQ(place.shard_offset, first.shard_offset);
         EXPECT_EQ(place.slot_offset, first.slot_offset);
-        EXPECT_EQ(place.gather_segment_offset, first.gather_segment_offset);
         EXPECT_EQ(place.reduce_segment_offset, first.reduce_segment_offset);
         EXPECT_EQ(place.gradient_offset, first.gradient_offset);
         EXPECT_EQ(place.padded_shard_numel, first.shard_numel) << "rank 0 has a whole chunk";
         EXPECT_LE(place.shard_numel, place.padded_shard_numel);
         next(place.shard_offset, shard_end, place.padded_shard_numel, place.shape.orig);
         next(place.slot_offset, slot_end, place.shape.numel(), place.shape.compute);
-        next(place.gather_segment_offset, gather_end, place.padded_shard_numel, place.shape.compute);
         if (!place.shape.trainable) continue;
         EXPECT_EQ(place.gradient_offset, gradient_bytes);
         gradient_bytes += align_up(static_cast<size_t>(place.padded_shard_numel) * dtype_bytes(place.shape.grad()));
@@ -116,7 +114,6 @@ TEST_P(LayoutWorld, OffsetsAreAlignedDisjointAndEqualOnAllRanks) {
       EXPECT_EQ(layout.scratch_bytes(), layout.scratch_flags_bytes() + in_scratch(narrow_end));
       EXPECT_EQ(layout.wide_scratch_bytes(), layout.scratch_flags_bytes() + in_scratch(reduce_end));
       EXPECT_GE(layout.scratch_flags_bytes(), layout.params().size());
-      EXPECT_LE(gather_end, layout.gather_segment_bytes());
       EXPECT_LE(reduce_end, layout.reduce_segment_bytes());
     }
   }
@@ -163,26 +160,6 @@ TEST(Layout, RowsThatAreCastPermutedOrFilledInElsewhereDoNotRest) {
   EXPECT_FALSE(Layout({}, 2, 0).can_rest_in_slot());
 }
 
-TEST_P(LayoutWorld, SegmentsOfAllRanksGiveTheWholeTensors) {
-  for (const auto& shapes : {unit_a(), unit_b()}) {
-    const std::vector<Layout> all = layouts(shapes);
-    const size_t segment_bytes = all[0].gather_segment_bytes();
-    Bytes gathered(segment_bytes * static_cast<size_t>(world()));
-    for (const Layout& layout : all) {
-      cpu::run_copies(layout.shard_to_segment(), shard_pool(layout).data(),
-                      gathered.data() + segment_bytes * static_cast<size_t>(layout.rank()));
-    }
-    for (const Layout& layout : all) {
-      Bytes slot(layout.slot_bytes());
-      for (int source = 0; source < world(); ++source) {
-        cpu::run_copies(layout.segment_to_slot(source), gathered.data() + segment_bytes * static_cast<size_t>(source),
-                        slot.data());
-      }
-      expect_whole(layout, slot);
-    }
-  }
-}
-
 TEST_P(LayoutWorld, GradientsReachTheSegmentOfTheirOwner) {
   const std::vector<Layout> all = layouts(unit_a());
   const size_t segment_bytes = all[0].reduce_segment_bytes();
@@ -221,17 +198,19 @@ TEST_P(LayoutWorld, GradientsReachTheSegmentOfTheirOwner) {
 TEST_P(LayoutWorld, JoinedCopiesMoveTheSameElements) {
   for (const auto& shapes : {unit_a(), unit_b()}) {
     const Layout layout(shapes, world(), 0);
-    const size_t segment_bytes = layout.gather_segment_bytes();
-    std::vector<Copy> copies = layout.segments_to_slot(segment_bytes);
-    std::reverse(copies.begin(), copies.end());  // joined whatever their order
-    Bytes gathered(segment_bytes * static_cast<size_t>(world()));
-    for (size_t i = 0; i < gathered.size(); ++i) gathered[i] = static_cast<std::byte>(i * 37 % 251);
-    Bytes one_by_one(layout.slot_bytes()), together(layout.slot_bytes());
-    cpu::run_copies(copies, gathered.data(), one_by_one.data());
-    const std::vector<Copy> fewer = joined(copies);
-    cpu::run_copies(fewer, gathered.data(), together.data());
-    EXPECT_EQ(together, one_by_one);
-    EXPECT_LE(fewer.size(), copies.size());
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      if (!shapes[i].trainable) continue;
+      std::vector<Copy> copies = layout.gradient_to_segments(i, DType::f32);
+      std::reverse(copies.begin(), copies.end());  // joined whatever their order
+      std::vector<float> gradient(static_cast<size_t>(shapes[i].numel()));
+      for (size_t k = 0; k < gradient.size(); ++k) gradient[k] = static_cast<float>(k % 251 + 1);
+      Bytes one_by_one(layout.reduce_segment_bytes() * static_cast<size_t>(world())), together(one_by_one.size());
+      cpu::run_copies(copies, gradient.data(), one_by_one.data());
+      const std::vector<Copy> fewer = joined(copies);
+      cpu::run_copies(fewer, gradient.data(), together.data());
+      EXPECT_EQ(together, one_by_one);
+      EXPECT_LE(fewer.size(), copies.size());
+    }
   }
 }
 
@@ -258,7 +237,6 @@ TEST(Layout, BytesAreCarriedUnchanged) {
 TEST(Layout, CopiesOfAllRanksAreJoined) {
   for (const int world : {2, 7, 64, 512}) {
     const Layout layout({{.outer = 1, .dim = 100, .inner = 3}, {.outer = 1, .dim = 64, .inner = 1}}, world, 0);
-    EXPECT_LE(joined(layout.segments_to_slot(layout.gather_segment_bytes())).size(), 4u) << "world " << world;
     EXPECT_LE(joined(layout.gradient_to_segments(0, DType::f32)).size(), 2u) << "world " << world;
   }
 }
@@ -277,7 +255,6 @@ TEST(Layout, RefusesNonsense) {
   bad.compute = DType::byte;
   EXPECT_THROW(Layout({bad}, 2, 0), Error) << "bytes cannot be trained";
   const Layout layout({good, {.outer = 1, .dim = 2, .inner = 2, .trainable = false}}, 2, 0);
-  EXPECT_THROW(layout.segment_to_slot(2), Error);
   EXPECT_THROW(layout.gradient_to_segments(1, DType::f32), Error);
   EXPECT_THROW(layout.gradient_to_segments(2, DType::f32), Error);
 }

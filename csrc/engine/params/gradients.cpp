@@ -25,13 +25,6 @@ at::ScalarType grad_type_of(const ParamPlace& place, const at::Tensor& param) {
   return param.is_complex() ? c10::toComplexType(type) : type;
 }
 
-// Calls a Python function of two arguments; the result is a new reference.
-PyRef call(const Gil& /*gil*/, const PyRef& function, PyObject* a, PyObject* b) {
-  PyRef result = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), a, b, nullptr));
-  if (!result) throw_python_error();
-  return result;
-}
-
 }  // namespace
 
 BlockPool::Kind BlockPool::kind_of(size_t bytes, const at::TensorOptions& memory) {
@@ -96,7 +89,7 @@ void Gradients::make(const Gil& gil, size_t param, const at::Tensor& memory, siz
   PyRef local_object = PyRef::steal(
       THPVariable_Wrap(tensor_in_pool(memory, offset, {numel_of(place, like)}, grad_type_of(place, like))));
   ++num_python_calls_;
-  const PyRef tensor = call(gil, calls_.make_gradient, params_[param].gradient_spec(), local_object.get());
+  const PyRef tensor = call(gil, calls_.make_gradient.get(), params_[param].gradient_spec(), local_object.get());
   // The DTensor keeps a reshaped alias of `local`. Users see that alias, so watch it.
   local_object = PyRef();
   entry.tensor = THPVariable_Unpack(tensor.get());
@@ -199,7 +192,7 @@ void Gradients::attach(const Gil& gil, size_t param, const GradientTarget& targe
   if (target.foreign.defined()) {
     const PyRef local = PyRef::steal(THPVariable_Wrap(target.foreign));
     ++num_python_calls_;
-    call(gil, calls_.add_to_foreign, params_[param].sharded_object(), local.get());
+    call(gil, calls_.add_to_foreign.get(), params_[param].sharded_object(), local.get());
   } else if (!target.accumulate) {
     if (entry.alone.tensor == 0) entry.alone = count(gil, entry);
     sharded.mutable_grad() = entry.tensor;

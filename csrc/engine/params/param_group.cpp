@@ -16,11 +16,10 @@ namespace fsdp2x {
 
 namespace {
 
-void call(const PyRef& function) {
+void call_unless_null(const PyRef& function) {
   if (!function) return;
-  pybind11::gil_scoped_acquire gil;
-  const PyRef result = PyRef::steal(PyObject_CallNoArgs(function.get()));
-  if (!result) throw_python_error();
+  const pybind11::gil_scoped_acquire gil;
+  call(gil, function.get());
 }
 
 // Returns options for gradients next to the shards. is_pinned() asks the driver, so it is called only if the group
@@ -100,20 +99,6 @@ void ParamGroup::rename(std::string new_name) {
   if (post_forward_.group) post_forward_.group->rename(name_ + " (after forward)");
 }
 
-void throw_collective_error(const Gil& /*gil*/, const ParamGroup& group, const PyRef& explain,
-                            const std::string& operation) {
-  if (!explain) throw_python_error();
-  pybind11::error_already_set error;
-  const std::string what = operation + " of unit '" + group.name() + "'";
-  const PyRef explained = PyRef::steal(PyObject_CallFunction(explain.get(), "Os", error.value().ptr(), what.c_str()));
-  if (explained.get() == error.value().ptr()) {
-    error.restore();
-  } else if (explained) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
-  }
-  throw_python_error();
-}
-
 void ParamGroup::set_unit(const UnitFacts* unit) {
   member_.unit = unit;
   if (post_forward_.group) post_forward_.group->member_.unit = unit;
@@ -135,7 +120,7 @@ void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {
 ParamGroup& ParamGroup::begin_gather() {
   ++counters().gathers;
   noted_versions_.reset();
-  call(calls_.begin_extension_gather);  // before the pool is read, because it refreshes aliases
+  call_unless_null(calls_.begin_extension_gather);  // before the pool is read, because it refreshes aliases
   gathered_from_ = keeps_rows() ? post_forward_.group.get() : this;
   if (gathered_from_ == this) {
     if (shards_.state() == ShardState::open) {
@@ -218,7 +203,7 @@ uint64_t ParamGroup::shard_versions(const Gil& /*gil*/) const {
 }
 
 void ParamGroup::fill() {
-  call(calls_.finish_extension_gather);
+  call_unless_null(calls_.finish_extension_gather);
   pybind11::gil_scoped_acquire gil;
   check_registered(gil);
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -238,7 +223,7 @@ void ParamGroup::empty(bool keeps_post_forward) {
   }
 }
 
-void ParamGroup::free_extensions() { call(calls_.free_extension_gather); }
+void ParamGroup::free_extensions() { call_unless_null(calls_.free_extension_gather); }
 
 void ParamGroup::set_post_forward(std::shared_ptr<ParamGroup> group, std::vector<PyRef> sharded) {
   post_forward_.group = std::move(group);
@@ -299,9 +284,7 @@ void ParamGroup::drop_post_forward() {
 at::Tensor ParamGroup::plain(const at::Tensor& gradient, size_t param) const {
   pybind11::gil_scoped_acquire gil;
   const PyRef object = PyRef::steal(THPVariable_Wrap(gradient));
-  const PyRef local = PyRef::steal(
-      PyObject_CallFunctionObjArgs(calls_.plain_gradient.get(), params_[param].gradient_spec(), object.get(), nullptr));
-  if (!local) throw_python_error();
+  const PyRef local = call(gil, calls_.plain_gradient.get(), params_[param].gradient_spec(), object.get());
   ++counters().python_calls;
   return THPVariable_Unpack(local.get());
 }

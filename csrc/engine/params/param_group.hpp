@@ -247,9 +247,4 @@ class ParamGroup final : public ScheduledGroup {
   WaitingTensors waiting_;
 };
 
-// Throws the exception that a collective of `group` left in the interpreter, as `explain` words it. `operation`: for
-// example "all-gather".
-[[noreturn]] void throw_collective_error(const Gil& gil, const ParamGroup& group, const PyRef& explain,
-                                         const std::string& operation);
-
 }  // namespace fsdp2x

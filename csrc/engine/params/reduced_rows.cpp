@@ -173,10 +173,9 @@ std::unique_ptr<SegmentRows> to_segment(std::unique_ptr<ReducedRows> rows) {
   return std::unique_ptr<SegmentRows>(segment);
 }
 
-void call_hook(const Gil& /*gil*/, const PyRef& hook, const at::Tensor& rows) {
+void call_hook(const Gil& gil, const PyRef& hook, const at::Tensor& rows) {
   const PyRef object = PyRef::steal(THPVariable_Wrap(rows));
-  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(hook.get(), object.get(), nullptr));
-  if (!done) throw_python_error();
+  call(gil, hook.get(), object.get());
 }
 
 }  // namespace fsdp2x

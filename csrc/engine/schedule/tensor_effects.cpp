@@ -95,9 +95,7 @@ bool TensorEffects::inside_backward() const { return fsdp2x::inside_backward(); 
 
 bool TensorEffects::forward_runs() const {
   const pybind11::gil_scoped_acquire gil;
-  const PyRef runs = PyRef::steal(PyObject_CallNoArgs(root_.settings().forward_runs.get()));
-  if (!runs) throw_python_error();
-  return runs.get() == Py_True;
+  return call(gil, root_.settings().forward_runs.get()).get() == Py_True;
 }
 
 bool TensorEffects::has_outstanding_calls(const ScheduledUnit& unit) const { return of(unit).has_outstanding_calls(); }
@@ -340,14 +338,7 @@ void TensorEffects::all_reduce(ScheduledGroup& scheduled) {
     rows = SegmentRows::zeros(group.transport().segment_layout(group), group.reduce_type(), divisor);
   }
   agree_on_replicas(group, rows->values().nbytes(), group.reduce_type(), Counts::at_post);
-  {
-    const pybind11::gil_scoped_acquire gil;
-    const PyRef values = PyRef::steal(THPVariable_Wrap(rows->values()));
-    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(group.calls().all_reduce.get(), values.get(),
-                                                                 group.averages() ? Py_True : Py_False, nullptr));
-    if (!done) throw_collective_error(gil, group, group.calls().explain_all_reduce, "all-reduce");
-    ++commons_->counters.python_calls;
-  }
+  call_all_reduce(group, rows->values());
   group.waiting().reduced = std::move(rows);
 }
 

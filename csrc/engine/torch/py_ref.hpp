@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "engine/torch/gil.hpp"
+
 namespace fsdp2x {
 
 class PyRef {
@@ -51,6 +53,14 @@ class PyRef {
   python_error error;
   error.persist();
   throw error;
+}
+
+// Calls a Python function, and throws what it raises. A null argument ends the list.
+template <class... Arguments>
+PyRef call(const Gil& /*gil*/, PyObject* function, Arguments*... arguments) {
+  PyRef result = PyRef::steal(PyObject_CallFunctionObjArgs(function, arguments..., nullptr));
+  if (!result) throw_python_error();
+  return result;
 }
 
 }  // namespace fsdp2x

@@ -108,8 +108,7 @@ void Agreement::agree(const Collective& next, const ParamGroup* group) {
     lock.unlock();
     const pybind11::gil_scoped_acquire gil;
     const pybind11::dict description = describe(counted, number, group);
-    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(ask_.get(), description.ptr(), nullptr));
-    if (!done) throw_python_error();
+    fsdp2x::call(gil, ask_.get(), description.ptr());
     must_ask_ = false;
     lock.lock();
   }

@@ -137,7 +137,17 @@ class Transport {
 // Throws the reason why a gradient cannot be packed after those that its group holds.
 [[noreturn]] void throw_unfrozen(const ParamGroup& group, size_t param);
 [[noreturn]] void throw_frozen_while_partial(const ParamGroup& group);
-// Throws unless gradients are reduced in fp32, which wire formats require.
-void check_wire_type(const ParamGroup& group);
+
+// Throws the exception that a collective of `group` left in the interpreter, as `explain` words it. `operation`: for
+// example "all-gather".
+[[noreturn]] void throw_collective_error(const Gil& gil, const ParamGroup& group, const PyRef& explain,
+                                         const std::string& operation);
+// Call collective(output, input, option), without the option if it is null. Return its work, or throw as above.
+PyRef call_collective(const Gil& gil, ParamGroup& group, const PyRef& collective, PyObject* output, PyObject* input,
+                      const char* operation, PyObject* option = nullptr);
+PyRef call_collective(const Gil& gil, ParamGroup& group, const PyRef& collective, const at::Tensor& output,
+                      const at::Tensor& input, const char* operation, PyObject* option = nullptr);
+// All-reduces rows over the replicas.
+void call_all_reduce(ParamGroup& group, const at::Tensor& rows);
 
 }  // namespace fsdp2x

@@ -22,10 +22,9 @@ std::unique_ptr<DeviceBuffers> DeviceContext::make_buffers(const std::string& na
 
 at::Tensor DeviceContext::allocate(size_t bytes) {
   if (!collectives_.allocate) return layer_->allocate(bytes);
-  pybind11::gil_scoped_acquire gil;
+  const pybind11::gil_scoped_acquire gil;
   const PyRef size = PyRef::steal(PyLong_FromSize_t(bytes));
-  const PyRef memory = PyRef::steal(PyObject_CallFunctionObjArgs(collectives_.allocate.get(), size.get(), nullptr));
-  if (!memory) throw_python_error();
+  const PyRef memory = call(gil, collectives_.allocate.get(), size.get());
   return THPVariable_Unpack(memory.get());
 }
 

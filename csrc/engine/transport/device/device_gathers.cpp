@@ -6,21 +6,13 @@
 
 #include <algorithm>
 
+#include "engine/memory/storage.hpp"
 #include "engine/transport/agreement.hpp"
+#include "engine/transport/transport.hpp"
 
 namespace fsdp2x {
 
 namespace {
-
-PyRef bytes_of(const at::Tensor& memory, size_t offset, size_t bytes) {
-  return PyRef::steal(THPVariable_Wrap(memory.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes))));
-}
-
-void call(const PyRef& function) {
-  const pybind11::gil_scoped_acquire gil;
-  const PyRef done = PyRef::steal(PyObject_CallNoArgs(function.get()));
-  if (!done) throw_python_error();
-}
 
 PyRef joined(const PyRef& list, const PyRef& other) {
   if (!other) return PyRef::borrow(list.get());
@@ -29,9 +21,7 @@ PyRef joined(const PyRef& list, const PyRef& other) {
   return both;
 }
 
-void append(const PyRef& list, const PyRef& item) {
-  if (PyList_Append(list.get(), item.get()) != 0) throw_python_error();
-}
+PyRef list_of(const std::vector<at::Tensor>& tensors) { return PyRef::steal(pybind11::cast(tensors).release().ptr()); }
 
 }  // namespace
 
@@ -79,7 +69,7 @@ DeviceGathers::Plan& DeviceGathers::plan_of(const ParamGroup& group) {
   if (format != state.coded_as) {
     state.coded.reset();
     state.coded_as = format;
-    if (format != WireFormat::plain) state.coded.emplace(DeviceWireWeights(group.layout(), format));
+    if (format != WireFormat::plain) state.coded.emplace(group.layout(), format);
   }
   if (state.coded && !state.coded->codes_to_slot.empty()) return *state.coded;
   if (!state.in_one_piece || state.plan.direct.empty()) return state.plan;
@@ -140,7 +130,10 @@ void DeviceGathers::enqueue(ParamGroup& group, bool pools_stand_still) {
         if (!gather.codes_to_slot.empty()) ++group.counters().wire_encodings;
       }
     }
-    if (extends) call(group.calls().prepare_extensions);
+    if (extends) {
+      const pybind11::gil_scoped_acquire gil;
+      call(gil, group.calls().prepare_extensions.get());
+    }
   }
   context_.layer().record(*slot.ready, Lane::copy_in);
   if (uploaded.buffer != nullptr) {
@@ -171,22 +164,19 @@ DeviceGathers::TensorLists DeviceGathers::make_lists(const ParamGroup& group, co
                                                      const DeviceBuffer& slot, const DeviceBuffer* staging) {
   const auto world = static_cast<size_t>(group.layout().world());
   const auto rank = static_cast<size_t>(group.layout().rank());
-  TensorLists lists{PyRef::steal(PyList_New(0)), PyRef::steal(PyList_New(0))};
-  for (const DirectGather& direct : plan.direct) {
-    append(lists.first, bytes_of(slot.memory, direct.slot_offset, world * direct.chunk_bytes));
-    append(lists.second, bytes_of(slot.memory, direct.slot_offset + rank * direct.chunk_bytes, direct.chunk_bytes));
-  }
-  if (staging != nullptr) {
-    append(lists.first, bytes_of(staging->memory, 0, world * plan.segment_bytes));
-    append(lists.second, bytes_of(staging->memory, rank * plan.segment_bytes, plan.segment_bytes));
-  }
-  return lists;
+  std::vector<at::Tensor> outputs, inputs;
+  const auto add = [&](const at::Tensor& memory, size_t offset, size_t bytes) {
+    outputs.push_back(typed(memory, DType::byte, offset, world * bytes));
+    inputs.push_back(typed(memory, DType::byte, offset + rank * bytes, bytes));
+  };
+  for (const DirectGather& direct : plan.direct) add(slot.memory, direct.slot_offset, direct.chunk_bytes);
+  if (staging != nullptr) add(staging->memory, 0, plan.segment_bytes);
+  return {list_of(outputs), list_of(inputs)};
 }
 
 DeviceGathers::TensorLists DeviceGathers::gathers_of_extensions(ParamGroup& group) {
   const pybind11::gil_scoped_acquire gil;
-  const PyRef pair = PyRef::steal(PyObject_CallNoArgs(group.calls().extension_gathers.get()));
-  if (!pair) throw_python_error();
+  const PyRef pair = call(gil, group.calls().extension_gathers.get());
   return {PyRef::borrow(PyTuple_GET_ITEM(pair.get(), 0)), PyRef::borrow(PyTuple_GET_ITEM(pair.get(), 1))};
 }
 
@@ -206,17 +196,13 @@ void DeviceGathers::call_all_gather(ParamGroup& group, Plan& plan, DeviceBuffer&
   const Py_ssize_t num = PyList_GET_SIZE(outputs.get());
   const PyRef& grouped = context_.collectives().all_gather_group;
   if (num > 1 && grouped && !state.in_one_piece) {
-    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(grouped.get(), outputs.get(), inputs.get(), nullptr));
-    if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
-    ++group.counters().python_calls;
+    call_collective(gil, group, grouped, outputs.get(), inputs.get(), "all-gather");
     return;
   }
   const PyRef& all_gather = state.in_one_piece ? group.calls().all_gather : context_.collectives().all_gather;
   for (Py_ssize_t i = 0; i < num; ++i) {
-    const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(all_gather.get(), PyList_GET_ITEM(outputs.get(), i),
-                                                                 PyList_GET_ITEM(inputs.get(), i), nullptr));
-    if (!done) throw_collective_error(gil, group, group.calls().explain, "all-gather");
-    ++group.counters().python_calls;
+    call_collective(gil, group, all_gather, PyList_GET_ITEM(outputs.get(), i), PyList_GET_ITEM(inputs.get(), i),
+                    "all-gather");
   }
 }
 

@@ -17,11 +17,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/gather_plan.hpp"
 #include "engine/params/param_group.hpp"
 #include "engine/transport/device/device_context.hpp"
-#include "engine/transport/device/device_wire.hpp"
 #include "engine/transport/device/host_shards.hpp"
+#include "engine/transport/gather_program.hpp"
 
 namespace fsdp2x {
 
@@ -43,24 +42,8 @@ class DeviceGathers {
 
  private:
   using TensorLists = std::pair<PyRef, PyRef>;  // outputs, inputs
-  struct Plan {
-    Plan() = default;
-    explicit Plan(GatherPlan plan)
-        : direct(std::move(plan.direct)),
-          segment_bytes(plan.segment_bytes),
-          to_slot(std::move(plan.shard_to_slot)),
-          to_segment(std::move(plan.shard_to_segment)),
-          copy_out(std::move(plan.staging_to_slot)) {}
-    explicit Plan(DeviceWireWeights wire)
-        : segment_bytes(wire.segment_bytes),
-          to_segment(std::move(wire.plain_to_segment)),
-          copy_out(std::move(wire.plain_to_slot)),
-          codes_to_segment(std::move(wire.to_segment)),
-          codes_to_slot(std::move(wire.to_slot)) {}
-    std::vector<DirectGather> direct;
-    size_t segment_bytes = 0;  // of one rank in the staging, 0: nothing is packed
-    CopyProgram to_slot, to_segment, copy_out;
-    WireProgram codes_to_segment, codes_to_slot;       // parameters in a wire format
+  struct Plan : GatherProgram {
+    using GatherProgram::GatherProgram;
     std::map<std::pair<int, int>, TensorLists> lists;  // by slot and staging
   };
   struct PerGroup {

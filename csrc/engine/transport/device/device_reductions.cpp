@@ -67,7 +67,7 @@ void DeviceReductions::take_memory(ParamGroup& group, const DevicePacking::Packe
   DeviceLayer& layer = context_.layer();
   const SegmentPlan& plan = *packed.plan;
   const int world = group.layout().world();
-  const DeviceWireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
+  const WireGradients* const wire = world > 1 ? wire_of(group, plan) : nullptr;
   running.divisor = group.averages() ? 1.0 : group.divisor();
   if (world == 1) {
     running.rows = packed.memory.narrow(0, 0, static_cast<int64_t>(plan.segment_bytes));
@@ -139,55 +139,38 @@ void DeviceReductions::call_reduce_scatter(ParamGroup& group, const Reduction& r
                                            const at::Tensor& input) {
   const ProfileRange range(group.unit().ranges.reduce_scatter);
   const at::Tensor output = typed(running.rows, group.reduce_type(), piece.begin, piece.size());
-  pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
-  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
-  const bool is_custom = static_cast<bool>(group.calls().reduce_scatter);
-  const bool is_separate = static_cast<bool>(group.calls().separate_reduce_scatter);
-  const PyRef& function = is_custom     ? group.calls().reduce_scatter
-                          : is_separate ? group.calls().separate_reduce_scatter
-                                        : context_.collectives().reduce_scatter;
-  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(function.get(), py_output.get(), py_input.get(),
-                                                               group.averages() ? Py_True : Py_False, nullptr));
-  if (!done) throw_collective_error(gil, group, group.calls().explain, "reduction");
-  ++group.counters().python_calls;
+  const GroupCalls& calls = group.calls();
+  const PyRef& own =
+      calls.separate_reduce_scatter ? calls.separate_reduce_scatter : context_.collectives().reduce_scatter;
+  const pybind11::gil_scoped_acquire gil;
+  call_collective(gil, group, calls.reduce_scatter ? calls.reduce_scatter : own, output, input, "reduction",
+                  group.averages() ? Py_True : Py_False);
 }
 
-DeviceWireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
+WireGradients* DeviceReductions::wire_of(ParamGroup& group, const SegmentPlan& plan) {
   PerGroup& state = per_group(group);
-  const WireFormat format = group.options().wire_gradients;
-  if (format == WireFormat::plain) {
-    state.wire.reset();
-    return nullptr;
-  }
-  check_wire_type(group);
-  if (!state.wire || state.wire->format() != format || &state.wire->plan() != &plan) {
-    state.wire = std::make_unique<DeviceWireGradients>(plan, format);
-  }
-  return state.wire.get();
+  if (group.options().wire_gradients != WireFormat::plain) return &WireGradients::of(state.wire, group, plan);
+  state.wire.reset();
+  return nullptr;
 }
 
-void DeviceReductions::reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running,
+void DeviceReductions::reduce_coded(ParamGroup& group, WireGradients& wire, const Reduction& running,
                                     const at::Tensor& packed, const std::vector<uint8_t>& filled) {
   const ProfileRange range(group.unit().ranges.reduce_scatter);
   DeviceLayer& layer = context_.layer();
   const auto bytes = static_cast<int64_t>(wire.bytes());
   const at::Tensor& codes = memory_.segment(*running.codes).memory;
   const at::Tensor sent = codes.narrow(0, 0, bytes), received = codes.narrow(0, bytes, bytes);
-  wire.encode(layer, packed.const_data_ptr(), filled, sent.data_ptr());
+  layer.encode(wire.to_segments(), packed.const_data_ptr(), sent.data_ptr(), wire.errors(layer.device()), filled);
   {
-    pybind11::gil_scoped_acquire gil;
-    const PyRef output = PyRef::steal(THPVariable_Wrap(received));
-    const PyRef input = PyRef::steal(THPVariable_Wrap(sent));
-    const PyRef done = PyRef::steal(
-        PyObject_CallFunctionObjArgs(context_.collectives().all_to_all.get(), output.get(), input.get(), nullptr));
-    if (!done) throw_collective_error(gil, group, group.calls().explain, "reduction");
-    ++group.counters().python_calls;
+    const pybind11::gil_scoped_acquire gil;
+    call_collective(gil, group, context_.collectives().all_to_all, received, sent, "reduction");
   }
   // The user's hook sees the pads, and the all-reduce sends them.
   if (group.calls().all_reduce_hook || group.has_replicas()) layer.zero(running.rows);
   // If a plain collective would average, the all-reduce over the replicas will.
-  wire.sum(layer, received.const_data_ptr(), group.averages() ? group.layout().world() : 1.0, running.rows.data_ptr());
+  layer.sum_codes(wire.to_rows(), received.const_data_ptr(), wire.segment_bytes(), group.layout().world(),
+                  group.averages() ? group.layout().world() : 1.0, running.rows.data_ptr());
 }
 
 void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& running) {
@@ -213,12 +196,7 @@ void DeviceReductions::reduce_over_replicas(ParamGroup& group, Reduction& runnin
   context_.follow(Lane::all_reduce, running.lane);
   running.lane = Lane::all_reduce;
   const LaneScope scope(context_.layer(), running.lane);
-  pybind11::gil_scoped_acquire gil;
-  const PyRef tensor = PyRef::steal(THPVariable_Wrap(rows));
-  const PyRef done = PyRef::steal(PyObject_CallFunctionObjArgs(group.calls().all_reduce.get(), tensor.get(),
-                                                               group.averages() ? Py_True : Py_False, nullptr));
-  if (!done) throw_collective_error(gil, group, group.calls().explain_all_reduce, "all-reduce");
-  ++group.counters().python_calls;
+  call_all_reduce(group, rows);
 }
 
 void DeviceReductions::keep_partial(ParamGroup& group, Reduction& running) {
@@ -358,9 +336,9 @@ void DeviceReductions::drop(const ParamGroup& group) {
   for (const auto segment : {state.running.segment, state.running.codes}) {
     if (segment) memory_.give_back_segment(*segment, state.running.lane);
   }
-  if (state.wire) {  // the errors belong to the dropped gradients
+  if (state.wire && state.wire->kept_errors().defined()) {  // the errors belong to the dropped gradients
     const LaneScope scope(context_.layer(), Lane::reduce);
-    state.wire->forget_errors(context_);
+    context_.layer().zero(state.wire->kept_errors());  // a graph may own their memory
   }
   if (state.unsent) memory_.give_back_buffer(*std::exchange(state.unsent, std::nullopt));
   state.running = Reduction();

@@ -13,9 +13,9 @@
 
 #include "engine/params/param_group.hpp"
 #include "engine/transport/device/device_packing.hpp"
-#include "engine/transport/device/device_wire.hpp"
 #include "engine/transport/device/host_shards.hpp"
 #include "engine/transport/device/reduce_memory.hpp"
+#include "engine/transport/wire_gradients.hpp"
 
 namespace fsdp2x {
 
@@ -59,8 +59,8 @@ class DeviceReductions {
     std::optional<BufferId> unsent;    // a buffer that no collective reads yet
     std::optional<SegmentId> partial;  // reduced over the shards, waits for the all-reduce
     std::shared_ptr<const Layout> partial_plan;
-    std::unique_ptr<DeviceWireGradients> wire;  // while gradients travel in a wire format
-    at::Tensor flags;                           // sums of all ranks' flags in CPU memory, once requested
+    std::unique_ptr<WireGradients> wire;  // while gradients travel in a wire format
+    at::Tensor flags;                     // sums of all ranks' flags in CPU memory, once requested
     std::unique_ptr<DeviceEvent> flags_there;
   };
   PerGroup& per_group(const ParamGroup& group) { return groups_[group.index()]; }
@@ -78,8 +78,8 @@ class DeviceReductions {
   at::Tensor rows_for(ParamGroup& group, Reduction& running);
   void call_reduce_scatter(ParamGroup& group, const Reduction& running, const Piece& piece, const at::Tensor& input);
   // Null: gradients are sent in the reduce dtype.
-  DeviceWireGradients* wire_of(ParamGroup& group, const SegmentPlan& plan);
-  void reduce_coded(ParamGroup& group, DeviceWireGradients& wire, const Reduction& running, const at::Tensor& packed,
+  WireGradients* wire_of(ParamGroup& group, const SegmentPlan& plan);
+  void reduce_coded(ParamGroup& group, WireGradients& wire, const Reduction& running, const at::Tensor& packed,
                     const std::vector<uint8_t>& filled);
   void reduce_over_replicas(ParamGroup& group, Reduction& running);
   void keep_partial(ParamGroup& group, Reduction& running);

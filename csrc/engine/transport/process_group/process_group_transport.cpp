@@ -41,8 +41,8 @@ void ProcessGroupTransport::register_group(const std::shared_ptr<ParamGroup>& gr
   CpuTransport::register_group(group);
   PerGroup& state = groups_.emplace_back();
   state.group = group.get();
-  state.segments_to_slot = joined(group->layout().segments_to_slot(group->layout().gather_segment_bytes()));
-  state.in_place = plan_gather_on_cpu(group->layout(), collectives_.pack_below_bytes);
+  state.whole = GatherProgram(plan_gather(group->layout(), kPackEverything));
+  state.in_place = GatherProgram(plan_gather_on_cpu(group->layout(), collectives_.pack_below_bytes));
 }
 
 bool ProcessGroupTransport::may_replace(const ParamGroup& group) {
@@ -50,9 +50,7 @@ bool ProcessGroupTransport::may_replace(const ParamGroup& group) {
   const Pass& pass = group.pass();
   if (pass.kind == PassKind::outside || pass != asked_in_) {
     const pybind11::gil_scoped_acquire gil;
-    const PyRef answer = PyRef::steal(PyObject_CallNoArgs(collectives_.may_replace.get()));
-    if (!answer) throw_python_error();
-    may_replace_ = answer.get() == Py_True;
+    may_replace_ = call(gil, collectives_.may_replace.get()).get() == Py_True;
     asked_in_ = pass;
   }
   return may_replace_;
@@ -65,15 +63,20 @@ bool ProcessGroupTransport::may_overlap(const ParamGroup& group) {
 }
 
 ProcessGroupTransport::Route ProcessGroupTransport::gather_route(ParamGroup& group) {
-  if (group.options().wire_weights != WireFormat::plain) return Route::coded;
-  per_group(group).wire_gather.reset();
+  std::optional<Coded>& coded = per_group(group).coded;
+  const WireFormat format = group.options().wire_weights;
+  if (format != WireFormat::plain) {
+    if (!coded || coded->format != format) coded = Coded{GatherProgram(group.layout(), format), format};
+    return Route::coded;
+  }
+  coded.reset();
   return may_overlap(group) ? Route::messages : Route::collective;
 }
 
 ProcessGroupTransport::Route ProcessGroupTransport::reduce_route(ParamGroup& group) {
   if (group.layout().world() == 1) return Route::collective;
   if (group.options().wire_gradients != WireFormat::plain) return Route::coded;
-  per_group(group).wire_reduction.reset();
+  per_group(group).wire.reset();
   return !group.calls().reduce_scatter && may_replace(group) ? Route::messages : Route::collective;
 }
 
@@ -152,30 +155,33 @@ void ProcessGroupTransport::begin_forward(const PyRef& /*after*/) {
 
 void ProcessGroupTransport::start(ParamGroup& group, const PyRef& collective, Posted& posted, const at::Tensor& output,
                                   const at::Tensor& input, const char* operation, PyObject* option) {
-  pybind11::gil_scoped_acquire gil;
-  const PyRef py_output = PyRef::steal(THPVariable_Wrap(output));
-  const PyRef py_input = PyRef::steal(THPVariable_Wrap(input));
+  const pybind11::gil_scoped_acquire gil;
   posted.is_open = true;
-  posted.work =
-      PyRef::steal(PyObject_CallFunctionObjArgs(collective.get(), py_output.get(), py_input.get(), option, nullptr));
-  if (!posted.work) throw_collective_error(gil, group, group.calls().explain, operation);
-  ++group.counters().python_calls;
+  posted.work = call_collective(gil, group, collective, output, input, operation, option);
 }
 
-void ProcessGroupTransport::begin_coded_gather(ParamGroup& group, bool pools_stand_still) {
-  PerGroup& state = per_group(group);
-  const WireFormat format = group.options().wire_weights;
-  if (!state.wire_gather || state.wire_gather->format() != format) {
-    state.wire_gather = std::make_unique<WireGather>(group.layout(), format);
-  }
-  WireGather& wire = *state.wire_gather;
-  agree_on_shards(group, Operation::all_gather, wire.segment_bytes(), DType::byte, counts(group.calls().all_gather),
-                  message_parts(group, wire.segment_bytes()));
-  state.gather.memory = take(wire.segment_bytes() * static_cast<size_t>(group.layout().world()));
-  pybind11::gil_scoped_acquire gil;
-  const at::Tensor& segment = wire.segment(gil, group, pools_stand_still ? num_forwards_ : kNoForward);
-  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather,
-        state.gather.memory, segment, "all-gather");
+const GatherProgram& ProcessGroupTransport::gather_of(const PerGroup& state) const {
+  if (state.gather.route == Route::coded) return state.coded->program;
+  return state.gather.route == Route::messages ? state.in_place : state.whole;
+}
+
+const at::Tensor& ProcessGroupTransport::coded_segment(ParamGroup& group, bool pools_stand_still) {
+  const pybind11::gil_scoped_acquire gil;
+  Coded& coded = *per_group(group).coded;
+  const uint64_t versions = group.shard_versions(gil);
+  const uint64_t forward = pools_stand_still ? num_forwards_ : 0;
+  if (forward != 0 && forward == coded.for_forward && versions == coded.shard_versions) return coded.segment;
+  // The bytes between the pieces are sent too, so they must be initialized.
+  const auto bytes = static_cast<int64_t>(coded.program.segment_bytes);
+  if (!coded.segment.defined()) coded.segment = at::zeros({bytes}, at::kByte);
+  const void* const pool = group.pool().const_data_ptr();
+  void* const segment = coded.segment.mutable_data_ptr();
+  run_copies_on(at::kCPU, coded.program.to_segment.copies, pool, segment);
+  encode_on_host(coded.program.codes_to_segment, pool, segment, nullptr, {});
+  ++group.counters().wire_encodings;
+  coded.for_forward = forward;
+  coded.shard_versions = versions;
+  return coded.segment;
 }
 
 bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
@@ -189,7 +195,7 @@ bool ProcessGroupTransport::can_send_pool(const ParamGroup& group) const {
 
 void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
-  const GatherPlan& plan = state.in_place;
+  const GatherProgram& plan = state.in_place;
   const auto world = static_cast<size_t>(group.layout().world());
   const auto rank = static_cast<size_t>(group.layout().rank());
   std::vector<size_t> parts;
@@ -201,7 +207,7 @@ void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
   const at::Tensor& pool = group.pool();
   const at::Tensor& slot = slot_memory_[static_cast<size_t>(group.gather().slot.id)];
   const auto fill_own_rows = [&] {
-    run_copies_on(at::kCPU, plan.shard_to_slot, pool.const_data_ptr(), group.gather().write);
+    run_copies_on(at::kCPU, plan.to_slot.copies, pool.const_data_ptr(), group.gather().write);
   };
   // A model's forward may write the shards of a unit that is gathered ahead. Without a copy, ranks would send a mix.
   const bool from_pool = pools_stand_still && !is_in_forward_ && can_send_pool(group);
@@ -215,7 +221,7 @@ void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
   if (plan.segment_bytes > 0) {
     state.gather.memory = take(plan.segment_bytes * world);
     auto* const own = static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * plan.segment_bytes;
-    run_copies_on(at::kCPU, plan.shard_to_segment, pool.const_data_ptr(), own);
+    run_copies_on(at::kCPU, plan.to_segment.copies, pool.const_data_ptr(), own);
     outputs.push_back(state.gather.memory);
     sources.push_back(typed(state.gather.memory, DType::byte, rank * plan.segment_bytes, plan.segment_bytes));
   }
@@ -224,12 +230,10 @@ void ProcessGroupTransport::begin_gather_in_place(ParamGroup& group, bool pools_
     const pybind11::object py_outputs = pybind11::cast(outputs);
     const pybind11::object py_sources = pybind11::cast(sources);
     state.gather.is_open = true;
-    state.gather.work = PyRef::steal(
-        PyObject_CallFunctionObjArgs(collectives_.gather_in_place.get(), py_outputs.ptr(), py_sources.ptr(), nullptr));
-    if (!state.gather.work) throw_collective_error(gil, group, group.calls().explain, "all-gather");
+    state.gather.work =
+        call_collective(gil, group, collectives_.gather_in_place, py_outputs.ptr(), py_sources.ptr(), "all-gather");
   }
   if (from_pool) fill_own_rows();  // while gloo's threads send
-  ++group.counters().python_calls;
 }
 
 void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_still) {
@@ -237,36 +241,37 @@ void ProcessGroupTransport::begin_gather(ParamGroup& group, bool pools_stand_sti
   if (group.gathers_alone()) return CpuTransport::begin_gather(group, pools_stand_still);
   ahead_ = &state;
   state.gather.route = gather_route(group);
-  switch (state.gather.route) {
-    case Route::coded:
-      return begin_coded_gather(group, pools_stand_still);
-    case Route::messages:
-      return begin_gather_in_place(group, pools_stand_still);
-    case Route::collective:
-      return begin_packed_gather(group);
-  }
+  if (state.gather.route == Route::messages) return begin_gather_in_place(group, pools_stand_still);
+  begin_packed_gather(group, pools_stand_still);
 }
 
-void ProcessGroupTransport::begin_packed_gather(ParamGroup& group) {
+void ProcessGroupTransport::begin_packed_gather(ParamGroup& group, bool pools_stand_still) {
   PerGroup& state = per_group(group);
-  const size_t segment = group.layout().gather_segment_bytes();
-  const auto rank = static_cast<size_t>(group.layout().rank());
-  const DType wire = wire_type(group.layout());
-  agree_on_shards(group, Operation::all_gather, segment, wire, counts(group.calls().all_gather),
-                  message_parts(group, segment));
+  const GroupCalls& calls = group.calls();
+  const bool is_coded = state.gather.route == Route::coded;
+  const size_t segment = gather_of(state).segment_bytes;
   const size_t bytes = segment * static_cast<size_t>(group.layout().world());
-  at::Tensor output;
-  if (const PyRef& memory = group.calls().gather_memory) {
-    state.gather.memory = output = allocate(group, memory, wire, bytes, "all-gather");
+  const DType type = is_coded ? DType::byte : wire_type(group.layout());
+  agree_on_shards(group, Operation::all_gather, segment, type, counts(calls.all_gather), message_parts(group, segment));
+  const bool is_custom = !is_coded && calls.gather_memory;
+  if (is_custom) {
+    state.gather.memory = allocate(group, calls.gather_memory, type, bytes, "all-gather");
     tally_.take(bytes);
   } else {
     state.gather.memory = take(bytes);
-    output = typed(state.gather.memory, wire, 0, bytes);
   }
-  run_copies_on(at::kCPU, group.layout().shard_to_segment(), group.pool().const_data_ptr(),
-                static_cast<std::byte*>(state.gather.memory.data_ptr()) + rank * segment);
-  start(group, group.calls().all_gather ? group.calls().all_gather : collectives_.all_gather, state.gather, output,
-        typed(state.gather.memory, wire, rank * segment, segment), "all-gather");
+  const at::Tensor output = is_custom ? state.gather.memory : typed(state.gather.memory, type, 0, bytes);
+  at::Tensor input;
+  if (is_coded) {
+    input = coded_segment(group, pools_stand_still);
+  } else {
+    const size_t own = static_cast<size_t>(group.layout().rank()) * segment;
+    run_copies_on(at::kCPU, state.whole.to_segment.copies, group.pool().const_data_ptr(),
+                  static_cast<std::byte*>(state.gather.memory.data_ptr()) + own);
+    input = typed(state.gather.memory, type, own, segment);
+  }
+  start(group, calls.all_gather ? calls.all_gather : collectives_.all_gather, state.gather, output, input,
+        "all-gather");
 }
 
 void ProcessGroupTransport::finish_gather(ParamGroup& group) {
@@ -274,18 +279,13 @@ void ProcessGroupTransport::finish_gather(ParamGroup& group) {
   PerGroup& state = per_group(group);
   if (ahead_ == &state) ahead_ = nullptr;
   wait(group, state.gather, "all-gather");
-  if (state.gather.route == Route::messages) {
-    if (!state.in_place.staging_to_slot.empty()) {
-      run_copies_on(at::kCPU, state.in_place.staging_to_slot, state.gather.memory.const_data_ptr(),
-                    group.gather().write);
-    }
-    return give_back(state.gather.memory);
-  }
-  open_slot(group);  // not before, because a prefetched unit holds its staging only
-  if (state.gather.route == Route::coded) {
-    state.wire_gather->decode(state.gather.memory.const_data_ptr(), group.gather().write);
-  } else {
-    run_copies_on(at::kCPU, state.segments_to_slot, state.gather.memory.const_data_ptr(), group.gather().write);
+  // Not before, because a prefetched unit holds its staging only, unless it was gathered straight into the slot.
+  if (state.gather.route != Route::messages) open_slot(group);
+  const GatherProgram& program = gather_of(state);
+  if (state.gather.memory.defined()) {
+    const void* const segments = state.gather.memory.const_data_ptr();
+    run_copies_on(at::kCPU, program.copy_out.copies, segments, group.gather().write);
+    decode_on_host(program.codes_to_slot, segments, group.gather().write);
   }
   give_back(state.gather.memory);
 }
@@ -343,21 +343,14 @@ void ProcessGroupTransport::close_packed(ParamGroup& group) {
 
 void ProcessGroupTransport::begin_coded_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  const WireFormat format = group.options().wire_gradients;
-  check_wire_type(group);
   const Packed& packed = packed_of(group);
-  if (!state.wire_reduction || state.wire_reduction->format() != format ||
-      &state.wire_reduction->plan() != packed.plan) {
-    state.wire_reduction = std::make_unique<WireReduction>(*packed.plan, format);
-  }
-  WireReduction& wire = *state.wire_reduction;
-  const size_t bytes = wire.segment_bytes() * static_cast<size_t>(group.layout().world());
+  WireGradients& wire = WireGradients::of(state.wire, group, *packed.plan);
   agree_on_shards(group, Operation::all_to_all, wire.segment_bytes(), DType::byte, Counts::at_post);
-  at::Tensor sent = take(bytes);
-  wire.encode(packed.data, packed.filled, sent.mutable_data_ptr());
+  at::Tensor sent = take(wire.bytes());
+  encode_on_host(wire.to_segments(), packed.data, sent.mutable_data_ptr(), wire.errors(at::kCPU), packed.filled);
   give_back(state.packed);
   state.packed = std::move(sent);
-  state.reduced.memory = take(bytes);
+  state.reduced.memory = take(wire.bytes());
   start(group, collectives_.all_to_all, state.reduced, state.reduced.memory, state.packed, "reduction");
 }
 
@@ -411,20 +404,17 @@ void ProcessGroupTransport::begin_reduce_scatter(ParamGroup& group) {
 
 void ProcessGroupTransport::sum_coded(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  const size_t bytes = packed_of(group).plan->segment_bytes;
-  at::Tensor rows = take(bytes);
-  const auto own = static_cast<size_t>(group.layout().rank()) * state.wire_reduction->segment_bytes();
+  const WireGradients& wire = *state.wire;
+  const int world = group.layout().world();
+  at::Tensor rows = take(packed_of(group).plan->segment_bytes);
+  const size_t own = static_cast<size_t>(group.layout().rank()) * wire.segment_bytes();
   std::memcpy(static_cast<std::byte*>(state.reduced.memory.mutable_data_ptr()) + own,
-              static_cast<const std::byte*>(state.packed.const_data_ptr()) + own,
-              state.wire_reduction->segment_bytes());
+              static_cast<const std::byte*>(state.packed.const_data_ptr()) + own, wire.segment_bytes());
   // The user's hook sees the pads, and the all-reduce sends them.
   if (group.calls().all_reduce_hook || group.has_replicas()) rows.zero_();
-  state.wire_reduction->sum(state.reduced.memory.const_data_ptr(), rows.mutable_data_ptr());
   // If a plain collective would average, the all-reduce over the replicas will.
-  if (group.averages()) {
-    cpu::divide(DType::f32, rows.mutable_data_ptr(), static_cast<int64_t>(bytes / sizeof(float)),
-                group.layout().world());
-  }
+  sum_codes_on_host(wire.to_rows(), state.reduced.memory.const_data_ptr(), wire.segment_bytes(), world,
+                    group.averages() ? world : 1.0, rows.mutable_data_ptr());
   give_back(state.reduced.memory);
   state.reduced.memory = std::move(rows);
 }
@@ -451,7 +441,8 @@ std::optional<CpuTransport::Joined> ProcessGroupTransport::join_reduce(ParamGrou
 
 bool ProcessGroupTransport::abandon_reduce(ParamGroup& group) {
   PerGroup& state = per_group(group);
-  if (state.wire_reduction) state.wire_reduction->forget_errors();  // the errors belong to the dropped gradients
+  // The errors belong to the dropped gradients.
+  if (state.wire && state.wire->kept_errors().defined()) state.wire->kept_errors().zero_();
   if (packed_of(group).plan == nullptr) return false;
   end(group, state.reduced, "reduction", [&] { close_packed(group); });  // or the next gradients are added to these
   return true;
@@ -469,16 +460,16 @@ void ProcessGroupTransport::end_forward() {
 void ProcessGroupTransport::release_idle() {
   kept_.clear();
   for (PerGroup& state : groups_) {
-    state.wire_gather.reset();
-    if (state.reduced.route != Route::coded) state.wire_reduction.reset();
+    if (state.gather.route != Route::coded || !state.gather.memory.defined()) state.coded.reset();
+    if (state.reduced.route != Route::coded) state.wire.reset();
   }
 }
 
 TransportStats ProcessGroupTransport::stats() const {
   TransportStats stats = CpuTransport::stats();
   for (const PerGroup& state : groups_) {
-    if (state.wire_gather) stats.wire_bytes += state.wire_gather->kept_bytes();
-    if (state.wire_reduction) stats.wire_bytes += state.wire_reduction->error_bytes();
+    if (state.coded && state.coded->segment.defined()) stats.wire_bytes += state.coded->segment.nbytes();
+    if (state.wire) stats.wire_bytes += state.wire->error_bytes();
   }
   stats.scratch_slots_owned = num_scratches_;
   stats.scratch_bytes = tally_.peak_bytes();

@@ -11,14 +11,14 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/buffers.hpp"
-#include "core/gather_plan.hpp"
 #include "engine/transport/cpu_transport.hpp"
+#include "engine/transport/gather_program.hpp"
 #include "engine/transport/process_group/kept_memory.hpp"
-#include "engine/transport/process_group/wire_gather.hpp"
-#include "engine/transport/process_group/wire_reduction.hpp"
+#include "engine/transport/wire_gradients.hpp"
 
 namespace fsdp2x {
 
@@ -70,15 +70,24 @@ class ProcessGroupTransport final : public CpuTransport {
     bool is_open = false;  // from before the post until a wait has ended: the backend may use the memory
     Route route = Route::collective;
   };
+  // Weights in a wire format. This rank's rows are encoded once for a forward and its backward. Every rank decodes the
+  // rows of all ranks, including its own, so all ranks compute with the same bits.
+  struct Coded {
+    GatherProgram program;
+    WireFormat format = WireFormat::plain;
+    at::Tensor segment = {};      // of this rank
+    uint64_t for_forward = 0;     // the forward whose rows it has, 0: it must be encoded again
+    uint64_t shard_versions = 0;  // when it was encoded
+  };
   struct PerGroup {
     const ParamGroup* group = nullptr;
     Posted gather;
-    Posted reduced;                           // this rank's summed segment, with messages those of the other ranks
-    at::Tensor packed;                        // gradients: W segments laid end to end
-    std::vector<Copy> segments_to_slot;       // of all ranks, laid end to end
-    GatherPlan in_place;                      // gathers large parameters straight into the slot
-    std::unique_ptr<WireGather> wire_gather;  // null: weights travel in the compute dtype
-    std::unique_ptr<WireReduction> wire_reduction;  // likewise for gradients, with their rounding errors
+    Posted reduced;                       // this rank's summed segment, with messages those of the other ranks
+    at::Tensor packed;                    // gradients: W segments laid end to end
+    GatherProgram whole;                  // gathers everything packed
+    GatherProgram in_place;               // gathers large parameters straight into the slot
+    std::optional<Coded> coded;           // none: weights travel in the compute dtype
+    std::unique_ptr<WireGradients> wire;  // null: likewise for gradients
   };
   SegmentPlan& plan_of(ParamGroup& group, bool is_wide) override;
   std::byte* open_packed(ParamGroup& group, size_t bytes) override;
@@ -96,8 +105,12 @@ class ProcessGroupTransport final : public CpuTransport {
   // Starts a collective with (output, input, `option` unless it is null) and stores its work in `posted`.
   void start(ParamGroup& group, const PyRef& collective, Posted& posted, const at::Tensor& output,
              const at::Tensor& input, const char* operation, PyObject* option = nullptr);
-  void begin_packed_gather(ParamGroup& group);
-  void begin_coded_gather(ParamGroup& group, bool pools_stand_still);
+  const GatherProgram& gather_of(const PerGroup& state) const;  // that runs
+  void begin_packed_gather(ParamGroup& group, bool pools_stand_still);
+  // Returns this rank's segment in its format, as bytes. It is encoded again unless it was made for this forward, and
+  // torch's version counters show no write to a shard since. Gathers outside of a forward always encode, because the
+  // user may have written to the shards.
+  const at::Tensor& coded_segment(ParamGroup& group, bool pools_stand_still);
   void begin_gather_in_place(ParamGroup& group, bool pools_stand_still);
   // Whether a gather in place can send the shards from their pool. Otherwise, for example after a cast, it sends this
   // rank's rows in the slot.
@@ -106,7 +119,6 @@ class ProcessGroupTransport final : public CpuTransport {
   void begin_exchange(ParamGroup& group);
   void begin_reduce_scatter(ParamGroup& group);
   void sum_coded(ParamGroup& group);
-  at::Tensor packed_values(const ParamGroup& group);  // in the reduce dtype
   // Returns a flat tensor that a custom collective allocates. `memory`: a tuple of the collective and of
   // (tensor, numel, dtype), which raises if `tensor` is not as asked. The tally does not count it.
   at::Tensor allocate(const ParamGroup& group, const PyRef& memory, DType type, size_t bytes, const char* operation);
