@@ -27,9 +27,8 @@ HELD = (
 class Traffic:
     """Bytes that one steady training step moves on this rank, forward, backward and reduction.
 
-    Over a process group these are the bytes that a rank sends in ring collectives. With shared memory they are the
-    bytes
-    that it writes for others to read: its rows at each gather, its packed gradients at each reduction.
+    Over a process group these are the bytes that a rank sends in ring collectives. Over shared memory, they are the
+    bytes that it writes for others: its rows at each gather, and its packed gradients at each reduction.
     """
 
     gathers: int = 0
