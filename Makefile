@@ -283,7 +283,7 @@ endif
 	$(RUN_PYTHON) docs/shoot.py
 
 bench: build
-	$(RUN_PYTHON) benchmarks/run_all.py --quick --results out/bench --out out/bench
+	$(RUN_PYTHON) benchmarks/run_all.py --quick --results out/bench
 	-$(RUN_PYTHON) benchmarks/history.py check out/bench
 
 bench-record: build

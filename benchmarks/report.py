@@ -1,8 +1,6 @@
-"""Fills the marked part of results/README.md with tables of recorded results.
+"""Prints tables of recorded results: every *.json that the benchmarks wrote.
 
-    python benchmarks/report.py [--results benchmarks/results] [--out benchmarks/results]
-
-Reads every *.json that the benchmarks wrote.
+python benchmarks/report.py [--results benchmarks/results]
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from pathlib import Path
 import harness
 
 HERE = Path(__file__).parent
-PAGE = HERE / "results/README.md"
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 # The table of a result is made by rows_of in bench_<kind>.py.
 TITLES = {
     "step": "One training step",
@@ -84,26 +80,11 @@ def section(record: dict) -> str:
     return "\n\n".join(parts)
 
 
-def fill(text: str, sections: list[str]) -> str:
-    """``text`` with the sections between the marks.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md: expected one line {BEGIN} and one line {END}")
-    head, rest = text.split(BEGIN)
-    return "\n".join([head + BEGIN, "", "\n\n".join(sections), "", END + rest.split(END)[1]])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=PAGE.parent, help="where README.md is written")
     args = parser.parse_args()
-    filled = fill(PAGE.read_text(), [section(record) for record in load(args.results)])
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "README.md").write_text(filled)
+    print("\n\n".join(section(record) for record in load(args.results)))
     return 0
 
 

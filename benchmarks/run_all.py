@@ -1,8 +1,8 @@
-"""Runs every benchmark one after the other and writes their tables.
+"""Runs every benchmark one after the other and prints their tables.
 
-    python benchmarks/run_all.py [--quick] [--results DIR] [--out DIR]
+    python benchmarks/run_all.py [--quick] [--results DIR]
 
-Without --quick the results go to benchmarks/results and the report to benchmarks: the numbers that are committed.
+Without --results, they go to benchmarks/results: the numbers that are committed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps and cases, in minutes")
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
     failed = []
     for name, (script, *options) in (QUICK if args.quick else FULL).items():
@@ -67,7 +66,7 @@ def main() -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         return 1
-    command = [sys.executable, str(HERE / "report.py"), "--results", str(args.results), "--out", str(args.out)]
+    command = [sys.executable, str(HERE / "report.py"), "--results", str(args.results)]
     return subprocess.run(command, check=False).returncode
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import messages
@@ -30,6 +32,8 @@ ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
 def on_files(files: Files, config) -> Files:
     """Adds pages and pictures whose source is elsewhere in the repository."""
     pages = {page: _page_of(source) for page, source in SOURCES.items()}
+    tables = [sys.executable, ROOT / "benchmarks/report.py"]
+    pages["benchmarks-tables.md"] += "\n" + subprocess.run(tables, check=True, capture_output=True, text=True).stdout
     pages["messages.md"] = messages.page(ROOT / "python/fsdp2x", ROOT / "csrc")
     pages["cli.md"] = reference.commands(make_parser())
     pages["settings.md"] = reference.settings(list_keys())
