@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from fsdp2x.conformance.behavior import BEHAVIORS, cases
 from fsdp2x.conformance.ranks import Ranks
@@ -61,15 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fsdp2x.conformance")
     parser.add_argument("engines", nargs="+", metavar="MODULE:FUNCTION", help="functions like fully_shard")
     parser.add_argument("--world", default="1,2", help="Numbers of ranks. Default: 1,2")
-    parser.add_argument("--into", type=Path, help="a page whose text after the heading `## Table` is replaced")
     options = parser.parse_args()
     worlds = [int(size) for size in options.world.split(",")]
-    lines = table({engine: judge(engine, worlds) for engine in options.engines})
-    if options.into is None:
-        print("\n".join(lines))
-    else:
-        text = options.into.read_text().partition("## Table\n")[0]
-        options.into.write_text("\n".join([f"{text}## Table", *lines, ""]))
+    print("\n".join(table({engine: judge(engine, worlds) for engine in options.engines})))
 
 
 if __name__ == "__main__":
