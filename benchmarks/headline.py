@@ -26,7 +26,7 @@ RESULTS = HERE / "results"
 PAGES = {
     "README.md": ("fine-tuning", "gpu", "steps"),
     "docs/index.md": ("fine-tuning", "gpu"),
-    "docs/faq.md": ("gpu", "memory"),
+    "docs/faq.md": ("gpu",),
     "benchmarks/README.md": ("steps", "steps of 4 ranks", "fine-tuning table", "memory", "jobs", "gpu table"),
 }
 LINE = 120  # characters
