@@ -34,6 +34,7 @@ TITLES = {
     "score": "Log-probabilities without logits",
     "gpu": "One GPU",
     "checkpoint": "Saving model and optimizer",
+    "packages": "Steps of other packages",
 }
 # Entries of a GPU's results, with tables made by rows_of in gpu/bench_<entry>.py.
 GPU_TITLES = {
@@ -67,8 +68,13 @@ def table(module: str, results: object) -> str:
 
 
 def section(record: dict) -> str:
-    """One result: its title, the machine, and its table."""
-    kind, results, environment = record["benchmark"], record["results"], record["environment"]
+    """One result: its title, the machine, and its table. Packages of `make test-real` have only the rows of theirs."""
+    kind, results = record["benchmark"], record["results"]
+    if kind == "packages":
+        return "\n\n".join(
+            [f"## {TITLES[kind]}", f"`{record['name']}.json`: {record['about']}", harness.table(results)]
+        )
+    environment = record["environment"]
     ranks = f", {environment['world']} ranks" if environment.get("world") else ""
     where = f"torch {environment['torch']}, {environment['cores']} cores{ranks}, commit {environment['commit']}"
     parts = [f"## {TITLES[kind]}", f"`{record['name']}.json`: {where}"]
