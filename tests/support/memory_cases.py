@@ -1,6 +1,6 @@
 """Ways to train, each with its memory three times: lower bound, plan, and the tensors of FSDP2 after real steps.
 
-`torchrun --nproc_per_node=2 tests/support/memory_cases.py` prints the table of `docs/guides/memory.md`.
+`torchrun --nproc_per_node=2 tests/support/memory_cases.py` prints this table, as docs/guides/memory.md says.
 """
 
 from collections.abc import Callable, Iterable
