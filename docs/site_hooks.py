@@ -1,4 +1,4 @@
-"""Adds to the site: benchmarks, changelog, messages, commands, settings, and plain names in docstrings."""
+"""Adds to the site: benchmarks, changelog, messages, commands, settings, all names of the API, and plain docstrings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import messages
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import reference
 from fsdp2x.train.cli import make_parser
@@ -26,6 +27,7 @@ SOURCES = {
 ON_SITE = {source: page for page, source in SOURCES.items()} | {"benchmarks/plots/": "plots/"}
 LINK = re.compile(rf"\]\(((?:\.\./)*)\.\./({'|'.join(map(re.escape, ON_SITE))})")
 INNER = re.compile(r"\]\((?!http)([\w./-]+\.md)")  # of pages that are not in docs
+NAME = re.compile(r"^::: (\S+)(?:\n +options:\n +heading: (\S+))?", flags=re.MULTILINE)
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
 
 
@@ -54,9 +56,18 @@ def _page_of(source: str) -> str:
     return INNER.sub(moved, (ROOT / source).read_text())
 
 
-def on_page_markdown(markdown: str, **_) -> str:
-    """Links to the site's page of a file instead of the file."""
+def on_page_markdown(markdown: str, page: Page, **_) -> str:
+    """Links to the site's page of a file instead of the file. The first page of the API gets all names."""
+    if page.file.src_uri == "api/index.md":
+        markdown += "".join(map(_names_of, re.findall(r"^\| \[(.+)\]\((.+)\) \|", markdown, flags=re.MULTILINE)))
     return LINK.sub(lambda found: f"]({found[1]}{ON_SITE[found[2]]}", markdown)
+
+
+def _names_of(linked: tuple[str, str]) -> str:
+    title, file = linked
+    found = NAME.findall((ROOT / "docs/api" / file).read_text())
+    items = [f"- [`{heading or name}`]({file}#{name})" for name, heading in found]
+    return "\n".join([f"\n## {title}\n", *items, ""])
 
 
 def on_page_content(html: str, **_) -> str:
