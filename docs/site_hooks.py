@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import posixpath
 import re
 import subprocess
@@ -27,6 +28,7 @@ SOURCES = {
 ON_SITE = {source: page for page, source in SOURCES.items()} | {"benchmarks/plots/": "plots/"}
 LINK = re.compile(rf"\]\(((?:\.\./)*)\.\./({'|'.join(map(re.escape, ON_SITE))})")
 INNER = re.compile(r"\]\((?!http)([\w./-]+\.md)")  # of pages that are not in docs
+ALL = re.compile(r"^::: (\S+)\.\*$", flags=re.MULTILINE)  # the names of a module
 NAME = re.compile(r"^::: (\S+)(?:\n +options:\n +heading: (\S+))?", flags=re.MULTILINE)
 ROLE = re.compile(r":(?:func|class|meth|attr|mod):(?=<code>)")
 
@@ -57,15 +59,20 @@ def _page_of(source: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_) -> str:
-    """Links to the site's page of a file instead of the file. The first page of the API gets all names."""
+    """Links to the site's page of a file instead of the file. Pages of the API get the names of their modules."""
+    markdown = ALL.sub(_all_of, markdown)
     if page.file.src_uri == "api/index.md":
         markdown += "".join(map(_names_of, re.findall(r"^\| \[(.+)\]\((.+)\) \|", markdown, flags=re.MULTILINE)))
     return LINK.sub(lambda found: f"]({found[1]}{ON_SITE[found[2]]}", markdown)
 
 
+def _all_of(module: re.Match) -> str:
+    return "\n\n".join(f"::: {module[1]}.{name}" for name in importlib.import_module(module[1]).__all__)
+
+
 def _names_of(linked: tuple[str, str]) -> str:
     title, file = linked
-    found = NAME.findall((ROOT / "docs/api" / file).read_text())
+    found = NAME.findall(ALL.sub(_all_of, (ROOT / "docs/api" / file).read_text()))
     items = [f"- [`{heading or name}`]({file}#{name})" for name, heading in found]
     return "\n".join([f"\n## {title}\n", *items, ""])
 
