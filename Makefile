@@ -58,7 +58,7 @@ help:
 	@echo "make demo      the main job on real text, in a few minutes; results in out/demo"
 	@echo "make demo-real  a pretrained chat model from the registry, tuned in 20 minutes; results in out/smollm2"
 	@echo "make test      ctest and pytest; test-full adds the slow tests"
-	@echo "make test-conformance  the contract of FSDP2 on fsdp2x and on torch's engine; a part of make test"
+	@echo "make test-conformance  the contract of FSDP2 on fsdp2x and on torch's engine; make test runs it on fsdp2x"
 	@echo "make test-upstream  the same, and PyTorch's own tests if UPSTREAM names a folder with a runner; TORCH=nightly"
 	@echo "make test-project  the tests of the build, the wheel, the harness, and the pages"
 	@echo "make durations  each folder's share of the time of make test, which CI compares, in tests/durations.json"
@@ -147,10 +147,11 @@ PYTEST = $(RUN_PYTHON) -m pytest \
 TESTS = tests --ignore=tests/ptx --ignore=tests/real --ignore=tests/servers
 # The build, the wheel, the harness, and pages as sessions: few changes concern them.
 PROJECT_TESTS = tests/unit/project tests/docs/test_pages.py
-test: build test-cpp test-conformance
+test: build test-cpp
 	$(PYTEST) $(TESTS) $(addprefix --ignore=,$(PROJECT_TESTS)) $(PYTEST_ARGS)
 
-# The contract of FSDP2 with torch's own engine, with both transports, and on meshes of 2 x 2.
+# The contract of FSDP2 with torch's own engine, with both transports, and on meshes of 2 x 2. `make test` has it as
+# tests/contract/test_conformance.py, with the first and the third line only with CI=1 and in `make test-full`.
 CONFORMANCE = $(RUN_PYTHON) -m pytest --noconftest -q -rfE -p fsdp2x.conformance.plugin --pyargs fsdp2x.conformance
 test-conformance: build
 	$(CONFORMANCE) --engine torch.distributed.fsdp:fully_shard

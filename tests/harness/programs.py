@@ -6,6 +6,7 @@ torchrun's ranks.
 """
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import signal
@@ -84,6 +85,7 @@ def _main(words: list[str], cwd: str, env: dict[str, str], log: str, errors: str
 def _execute(words: list[str], env: dict[str, str]) -> None:
     """Runs the program in this process, and ends it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon could start no processes
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # the environment says where it is
