@@ -12,6 +12,7 @@ import weakref
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -263,12 +264,35 @@ class Container(Unit):
         return x
 
 
+class Odd(Unit):
+    """Parameters of any shape and dtype, drawn from `size` and the part's number, of which bytes are frozen.
+
+    FSDP2 wants one dtype in a unit, so the grammar draws none.
+    """
+
+    def make(self, part):
+        random = Random(100 * part.size + self.number)
+        for number in range(random.randint(1, 4)):
+            shape, dtype = random.choice(ODD_SHAPES), random.choice(ODD_DTYPES)
+            value = torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.ones(shape, dtype=dtype)
+            self.register_parameter(f"odd{number}", nn.Parameter(value, requires_grad=dtype.is_floating_point))
+
+    def compute(self, x, flag):
+        for param in self.parameters(recurse=False):
+            weights = torch.linspace(-1, 1, param.numel() + 1)[1:].view(param.shape)
+            x = x * (1 + 0.2 * torch.tanh((param.to(x.dtype) * weights).sum()))
+        return x
+
+
+# Dims below the number of ranks leave ranks without a row; a parameter may also have no element at all.
+ODD_SHAPES = ((1,), (2,), (5,), (7,), (2, 1), (1, 4), (4, 3), (6, 2), (3, 2, 2), (1, 2, 3), (5, 1, 1), (0, 3))
+ODD_DTYPES = (torch.float32,) * 5 + (torch.bfloat16, torch.float64, torch.uint8)
 LEAVES = {"mlp": Mlp, "norm": Norm, "table": Table, "raw": Raw, "tied": Tied, "drop": Drop, "unused": Unused}
 CONTAINERS = ("sequence", "residual", "sum", "twice", "gate", "checkpoint", "reentrant", "no_grad")
 
 
 def _module(part: Part, numbers: Iterator[int], stage: Stage) -> Unit:
-    module = LEAVES.get(part.kind, Container)(part, next(numbers), stage)
+    module = {**LEAVES, "odd": Odd}.get(part.kind, Container)(part, next(numbers), stage)
     if part.kind in CONTAINERS:
         # A plain list of names would do; a ModuleList is what models have.
         module.parts = nn.ModuleList(_module(child, numbers, stage) for child in part.parts)
@@ -348,6 +372,6 @@ def _tie(program: Program, model: Unit) -> None:
         for module in (below for one in modules for below in one.modules() if id(below) not in taken):
             taken.add(id(module))
             for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                known = first.setdefault((param.shape, param.requires_grad), param)
+                known = first.setdefault((param.shape, param.dtype, param.requires_grad), param)
                 if known is not param:
                     setattr(module, name, known)

@@ -1,7 +1,8 @@
 """Simulates training steps of a planned model: the engine's schedule runs them and counts bytes.
 
 It assumes that modules run once each, in the order of their registration, and that every trainable parameter gets a
-gradient. Ranks with shared memory may be late. The numbers are those of ``Root.stats()``.
+gradient. A shared parameter's reduction buffer counts from its last use on. Ranks with shared memory may be late. The
+numbers are those of ``Root.stats()``.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
 from collections.abc import Container
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from drawn import drawn_settings
 from fsdp2x.plan.plan import planned_facts, planned_report
 from fsdp2x.plan.request import PlanRequest
 from memory_bound import memory_bound
@@ -52,7 +51,13 @@ class Unit(nn.Module):
         self.register_buffer("buffer", torch.empty(5, device="meta"))
 
 
-@drawn_settings(150)
+@settings(
+    max_examples=150,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
 @given(units=st.lists(st.lists(params, max_size=4), min_size=1, max_size=5), ties=st.booleans(), run=runs)
 def test_drawn_plans(units, ties, run):
     check(units, ties, **run)
