@@ -14,7 +14,8 @@ AT_LEISURE = () if os.environ.get("CI") else pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(OURS, id="shm"),
+        pytest.param((*OURS, "--world", "2"), id="shm"),
+        pytest.param((*OURS, "--world", "1"), id="one rank", marks=AT_LEISURE),
         pytest.param(
             (*OURS, "--world", "4", "-k", "hybrid or scales or mesh or fewer or partial"), id="meshes of 2 x 2"
         ),

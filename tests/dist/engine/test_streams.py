@@ -172,7 +172,9 @@ DELAYED = {
 
 
 @distributed(world_sizes=(2,))
-@pytest.mark.parametrize("case", DELAYED)
+@pytest.mark.parametrize(
+    "case", [name if name == "fp32" else pytest.param(name, marks=pytest.mark.full) for name in DELAYED]
+)
 def test_results_do_not_depend_on_delays(ctx, case):
     """All lanes but compute run late, at random, as far as events allow; without a kind of wait, results are others."""
     recorder = streams.install(pack_below_bytes=1200)

@@ -256,9 +256,8 @@ def leaves_nothing(ctx, transport, num_steps, most_kib):
 
 
 @distributed(world_sizes=(2,), timeout=120, fresh=True)
-@pytest.mark.parametrize("transport", ["shm", "process_group"])
-def test_a_run_leaves_nothing_behind(ctx, transport):
-    leaves_nothing(ctx, transport, 2 * PERIOD, most_kib=16_384)
+def test_a_run_leaves_nothing_behind(ctx):
+    leaves_nothing(ctx, "shm", 2 * PERIOD, most_kib=16_384)
 
 
 @pytest.mark.full
