@@ -1,7 +1,5 @@
 """Saving in the background: what is written is the moment of the call, training is not disturbed, errors arrive."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,7 +10,7 @@ import fsdp2x
 from checkpoints import FORMS, Training, full_disk, shared_folder
 from fsdp2x import checkpoint
 from fsdp2x.io.checkpoint import saving
-from harness import distributed
+from harness import distributed, programs
 
 
 class Held:
@@ -160,9 +158,7 @@ fsdp2x.checkpoint.save(sys.argv[1], model, step=1, async_save=True)
 @pytest.mark.parametrize("ends", ["well", "fails"])
 def test_a_save_that_runs_at_the_end_of_the_program(tmp_path, ends):
     """The process waits for it. If it fails, its error has nowhere to be raised, so the exit code tells."""
-    done = subprocess.run(
-        [sys.executable, "-c", LAST_LINE, str(tmp_path), ends], capture_output=True, text=True, timeout=120
-    )
+    done = programs.run("-c", LAST_LINE, tmp_path, ends)
     if ends == "well":
         assert done.returncode == 0, done.stderr
         assert fsdp2x.checkpoint.resolve(tmp_path).name == "step-000001"
