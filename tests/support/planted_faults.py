@@ -271,8 +271,8 @@ def planted(*phases: str, name: str = "", **more: Any) -> Callable:
     return register
 
 
-def in_model(change: Callable[[Model], None]) -> Callable[[Program], None]:
-    return lambda program: program.on_model.append(lambda running: change(running.model))
+def in_model(change: Callable[..., None], *arguments: Any) -> Callable[[Program], None]:
+    return lambda program: program.on_model.append(lambda running: change(running.model, *arguments))
 
 
 def _add(name: str, plant: Callable[[Program], None], *phases: str, place: str = "", **more: Any) -> None:
@@ -288,65 +288,37 @@ def _scale_gradient(program: Program, name: str, factor: Callable[[int], float],
     program.on_backward.append(scale)
 
 
-UP, DOWN = "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight"
-BLOCK = "blocks.0."
+UP, DOWN, TIED = "blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight", "tokens.weight"
 
-# Models that differ.
-_add(
-    "mask_leaks",
-    in_model(lambda m: setattr(m.blocks[1].attention, "leak", 1)),
-    trace.FORWARD,
-    place="blocks.1.attention.o",
-)
-_add(
-    "attention_scale",
-    in_model(lambda m: setattr(m.blocks[0].attention, "scale", 1.0)),
-    trace.FORWARD,
-    place="blocks.0.attention.o",
-)
+# Models that differ: name -> the place, the module whose attribute differs, its name, and its value.
+CHANGES: dict[str, tuple[str, str, str, Any]] = {
+    "mask_leaks": ("blocks.1.attention.o", "blocks.1.attention", "leak", 1),
+    "attention_scale": ("blocks.0.attention.o", "blocks.0.attention", "scale", 1.0),
+    "dropout_rate": ("blocks.1.dropout", "blocks.1.dropout", "p", 0.3),
+    "dropout_off": ("blocks.0.dropout", "blocks.0.dropout", "training", False),
+    "norm_epsilon": ("blocks.1.norm", "blocks.1.norm", "eps", 1e-3),
+    "activation_tanh": ("blocks.0.mlp.act", "blocks.0.mlp", "act", nn.GELU("tanh")),
+    "layer_skipped": ("blocks.1", "", "skips", 1),
+    "graph_cut": ("blocks.0", "", "cuts", True),
+    "router_not_normalized": ("blocks.1.mlp", "blocks.1.mlp", "normalizes", False),
+    "tokens_dropped": ("blocks.1.mlp", "blocks.1.mlp", "drops", 1),
+    "recomputed_dropout": ("blocks.0.dropout", "", "preserves", False),
+}
+PHASES = {
+    "graph_cut": (trace.OUTPUT_GRADIENT, trace.LOCAL_GRADIENT, trace.RECOMPUTED),
+    "recomputed_dropout": (trace.RECOMPUTED,),
+}
+for _name, (_place, *_change) in CHANGES.items():
+    _plant = in_model(lambda m, path, *change: setattr(m.get_submodule(path), *change), *_change)
+    _add(_name, _plant, *PHASES.get(_name, (trace.FORWARD,)), place=_place)
 _add("positions_restart", in_model(lambda m: setattr(m, "shift", dist.get_rank())), trace.FORWARD, place="positions")
-_add(
-    "dropout_rate", in_model(lambda m: setattr(m.blocks[1].dropout, "p", 0.3)), trace.FORWARD, place="blocks.1.dropout"
-)
-_add("dropout_off", in_model(lambda m: m.blocks[0].dropout.eval()), trace.FORWARD, place="blocks.0.dropout")
-_add("norm_epsilon", in_model(lambda m: setattr(m.blocks[1].norm, "eps", 1e-3)), trace.FORWARD, place="blocks.1.norm")
-_add(
-    "activation_tanh",
-    in_model(lambda m: setattr(m.blocks[0].mlp, "act", nn.GELU("tanh"))),
-    trace.FORWARD,
-    place="blocks.0.mlp.act",
-)
-_add("layer_skipped", in_model(lambda m: setattr(m, "skips", 1)), trace.FORWARD, place="blocks.1")
-_add(
-    "graph_cut",
-    in_model(lambda m: setattr(m, "cuts", True)),
-    trace.OUTPUT_GRADIENT,
-    trace.LOCAL_GRADIENT,
-    trace.RECOMPUTED,
-    place="blocks.0",
-)
-_add(
-    "router_not_normalized",
-    in_model(lambda m: setattr(m.blocks[1].mlp, "normalizes", False)),
-    trace.FORWARD,
-    place="blocks.1.mlp",
-)
-_add("tokens_dropped", in_model(lambda m: setattr(m.blocks[1].mlp, "drops", 1)), trace.FORWARD, place="blocks.1.mlp")
-_add(
-    "recomputed_dropout", in_model(lambda m: setattr(m, "preserves", False)), trace.RECOMPUTED, place="blocks.0.dropout"
-)
 
 
-@planted(trace.INITIAL, name="head.weight")
-def tied_weights_cut(program: Program) -> None:
-    program.on_model.append(
-        lambda p: setattr(p.model.head, "weight", nn.Parameter(p.model.head.weight.detach().clone()))
-    )
+def _cut_tie(model: Model) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
 
 
-@planted(trace.FORWARD, name="blocks.1.norm")
-def norm_in_bf16(program: Program) -> None:
-    program.on_model.append(lambda p: setattr(p.model.blocks[1], "norm", _Rounded(p.model.blocks[1].norm)))
+_add("tied_weights_cut", in_model(_cut_tie), trace.INITIAL, place="head.weight")
 
 
 class _Rounded(nn.LayerNorm):
@@ -358,22 +330,33 @@ class _Rounded(nn.LayerNorm):
         return super().forward(x).bfloat16().to(x.dtype)
 
 
+_add(
+    "norm_in_bf16",
+    in_model(lambda m: setattr(m.blocks[1], "norm", _Rounded(m.blocks[1].norm))),
+    trace.FORWARD,
+    place="blocks.1.norm",
+)
+
 # Weights that differ at the start.
 
 
-@planted(trace.INITIAL, name=UP)
-def stale_weights_after_load(program: Program) -> None:
-    program.on_model.append(lambda p: p.parameter(UP).data.mul_(1.01))
+def _write(p: Program, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    local(p.parameter(name)).data.copy_(change(local(p.parameter(name)).data))
 
 
-@planted(trace.INITIAL, name=DOWN)
-def rank_1_not_broadcast(program: Program) -> None:
-    program.on_sharded.append(lambda p: local(p.parameter(DOWN)).data.add_(0.01 * p.rank))
-
-
-@planted(trace.INITIAL, name=UP)
-def loaded_in_bf16(program: Program) -> None:
-    program.on_model.append(lambda p: p.parameter(UP).data.copy_(p.parameter(UP).bfloat16()))
+_add(
+    "stale_weights_after_load",
+    lambda p: p.on_model.append(lambda q: _write(q, UP, lambda w: 1.01 * w)),
+    trace.INITIAL,
+    place=UP,
+)
+_add("loaded_in_bf16", lambda p: p.on_model.append(lambda q: _write(q, UP, Tensor.bfloat16)), trace.INITIAL, place=UP)
+_add(
+    "rank_1_not_broadcast",
+    lambda p: p.on_sharded.append(lambda q: _write(q, DOWN, lambda w: w + 0.01 * q.rank)),
+    trace.INITIAL,
+    place=DOWN,
+)
 
 
 @planted(trace.INITIAL, name=UP, engines=("fsdp2", "fsdp2x"))
@@ -402,12 +385,7 @@ _add("sum_for_mean", lambda p: setattr(p, "weigh", lambda losses: losses.sum()),
 
 # Gradients.
 _add("gradient_times_ranks", lambda p: _scale_gradient(p, UP, lambda rank: 2.0), trace.GRADIENT, place=UP)
-_add(
-    "gradient_of_tied_twice",
-    lambda p: _scale_gradient(p, "tokens.weight", lambda rank: 2.0),
-    trace.GRADIENT,
-    place="tokens.weight",
-)
+_add("gradient_of_tied_twice", lambda p: _scale_gradient(p, TIED, lambda rank: 2.0), trace.GRADIENT, place=TIED)
 _add("gradient_zero_on_rank_1", lambda p: _scale_gradient(p, UP, lambda rank: 1.0 - rank), trace.GRADIENT, place=UP)
 _add("gradient_one_percent", lambda p: _scale_gradient(p, DOWN, lambda rank: 1.01), trace.GRADIENT, place=DOWN)
 _add("gradient_late", lambda p: _scale_gradient(p, DOWN, lambda rank: 0.5, 1), trace.GRADIENT, place=DOWN, step=1)
@@ -483,9 +461,7 @@ _add("weight_rolled_back", _after_step(lambda p, w: w.mul_(0.999), UP), trace.WE
 _add("rank_1_steps_elsewhere", _after_step(lambda p, w: w.add_(0.01 * p.rank), DOWN), trace.WEIGHT, place=DOWN)
 
 
-@planted(trace.WEIGHT, step=1)
-def state_lost(program: Program) -> None:
-    program.on_step.append(lambda p, step: p.optimizer.state.clear())
+_add("state_lost", lambda p: p.on_step.append(lambda q, step: q.optimizer.state.clear()), trace.WEIGHT, step=1)
 
 
 @planted(trace.FORWARD, name="blocks.1.norm", step=1)
@@ -494,19 +470,13 @@ def stale_gather(program: Program) -> None:
     program.on_step.append(lambda p, step: local(p.parameter("blocks.1.norm.bias")).data.add_(0.05))
 
 
+def _count_more(num: Callable[[Program], int]) -> Callable[[Program], None]:
+    return lambda program: program.on_forward.append(lambda p, step, micro: p.inner.seen.add_(num(p)))
+
+
 # Buffers.
-_add(
-    "buffer_per_rank",
-    lambda p: p.on_forward.append(lambda q, s, m: q.inner.seen.add_(q.rank)),
-    trace.BUFFER,
-    place="seen",
-)
-_add(
-    "buffer_not_updated",
-    lambda p: p.on_forward.append(lambda q, s, m: q.inner.seen.sub_(1)),
-    trace.BUFFER,
-    place="seen",
-)
+_add("buffer_per_rank", _count_more(lambda p: p.rank), trace.BUFFER, place="seen")
+_add("buffer_not_updated", _count_more(lambda p: -1), trace.BUFFER, place="seen")
 
 
 def plant(case: Case, name: str = "") -> Program:
