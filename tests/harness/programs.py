@@ -32,13 +32,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Program:
-    """A running program that writes to `log`, or its errors to a file of their own."""
+    """A running program that writes to `log`, or its errors to a file of their own. `session`: in a new session."""
 
-    def __init__(self, *words: object, log: Path, errors: Path | None = None, cwd: Path | None = None, env=None):
+    def __init__(
+        self, *words: object, log: Path, errors: Path | None = None, cwd: Path | None = None, env=None, session=False
+    ):
         self.words, self.log = [str(word) for word in words], log
         self._process = fork(
             _main,
-            (self.words, str(cwd or Path.cwd()), environment() if env is None else env, str(log), str(errors or log)),
+            (self.words, str(cwd or Path.cwd()), env or environment(), str(log), str(errors or log), session),
             name=" ".join(self.words),
         )
         self.pid = self._process.pid
@@ -75,7 +77,9 @@ def run(*words: object, cwd: Path | None = None, env=None, timeout: float = 120)
         return subprocess.CompletedProcess(program.words, status, log.read_text(), errors.read_text())
 
 
-def _main(words: list[str], cwd: str, env: dict[str, str], log: str, errors: str) -> None:
+def _main(words: list[str], cwd: str, env: dict[str, str], log: str, errors: str, session: bool) -> None:
+    if session:
+        os.setsid()
     for fd, path in ((1, log), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.chdir(cwd)

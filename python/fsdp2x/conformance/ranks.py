@@ -23,6 +23,7 @@ COLLECTIVE_TIMEOUT_S = 30.0
 GRACE_S = 3.0
 DIED, NO_ANSWER = "the process died", "no answer in time, or while the other ranks failed"
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.optim"]
+_PRELOAD += ["torch._dynamo"]  # DTensor imports it at first use, in each rank
 
 
 @dataclass(frozen=True)

@@ -164,12 +164,7 @@ def test_ctrl_c_in_the_terminal_of_ranks_that_the_command_started(config, tmp_pa
     more = ("train.steps=100000", "schedule.kind=constant", "train.accumulation=1")
     more += ("train.batch_size=1", "checkpoint.save_every=1000") * (times == 2)
     words = ("train", config, "--nproc", 2, *more)
-    with open(tmp_path / "log", "w") as log:
-        program = subprocess.Popen(
-            [sys.executable, "-m", "fsdp2x", *map(str, words)], env=programs.environment(), start_new_session=True,
-            stdout=log, stderr=log,
-        )  # fmt: skip
-    program.log = tmp_path / "log"
+    program = programs.Program("-m", "fsdp2x", *words, log=tmp_path / "log", session=True)
     pids = []
     try:
         pids = wait_for_step(tmp_path / "run/metrics.jsonl", 3, program)
@@ -181,11 +176,11 @@ def test_ctrl_c_in_the_terminal_of_ranks_that_the_command_started(config, tmp_pa
             while "Ctrl-C received" not in program.log.read_text() and time.monotonic() < end:
                 time.sleep(0.1)
             os.killpg(program.pid, signal.SIGINT)
-        program.wait(TIMEOUT_S)
+        status = program.wait(TIMEOUT_S)
     finally:
-        program.kill()
+        program.end()
     output = program.log.read_text()
-    assert program.returncode == 130 and "Traceback" not in output, output
+    assert status == 130 and "Traceback" not in output, output
     assert not any(alive(pid) for pid in pids)
     said = [line for line in output.splitlines() if line.startswith("fsdp2x: ")]
     assert said[0].startswith("fsdp2x: Ctrl-C received: stopping after what runs now."), output
