@@ -6,6 +6,7 @@ import re
 import pytest
 
 import fsdp2x
+from fsdp2x.train import ConfigError, parse_config
 from fsdp2x.train.cli import main
 from fsdp2x.train.config import known_keys
 from fsdp2x.train.parse import foreign_keys
@@ -29,32 +30,18 @@ def said(tmp_path, capsys, monkeypatch):
     return run
 
 
-WORDS = {
-    "optimizer.learning_rate": "optimizer.lr",
-    "max_grad_norm": "train.clip",
-    "train.bf16": "parallel.param_dtype=bfloat16",
-    "checkpoint.every": "checkpoint.save_every",
-    "optimizer.seed": "train.seed",
-    "model.model_name_or_path": "model.path",
-    "data.max_seq_length": "data.block_size",
-}
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_other_trainers_words_are_known(said, word):
-    section, _, name = word.rpartition(".")
-    text = f"{section}: {{{name}: 1}}\n" if section else f"{name}: 1\n"
-    text = OWN.replace("data: {", f"data: {{{name}: 1, ") if section == "data" else text + OWN
-    text = OWN.replace("model: {", f"model: {{{name}: 1, ") if section == "model" else text
-    (line,) = said(text)
-    assert line.startswith("run.yaml:") and line.endswith(f"unknown key {word}. Did you mean {WORDS[word]}?")
-
-
-def test_names_of_other_trainers_mean_one_setting():
-    names = [*foreign_keys()["names"].values(), *(row["names"] for row in foreign_keys()["elsewhere"])]
-    words = [word for text in names for word in text.split()]
-    assert len(set(words)) == len(words)
-    assert {key.partition("=")[0] for key in foreign_keys()["names"]} <= known_keys().keys()
+def test_other_trainers_words_are_known():
+    """Each means one setting, at the top of a file or in another section."""
+    names = foreign_keys()["names"]
+    assert {setting.partition("=")[0] for setting in names} <= known_keys().keys()
+    elsewhere = [word for row in foreign_keys()["elsewhere"] for word in row["names"].split()]
+    settings_of = [(word, setting) for setting, words in names.items() for word in words.split()]
+    assert len({*elsewhere, *dict(settings_of)}) == len(elsewhere) + len(settings_of)
+    for word, setting in settings_of:
+        for given, key in (({word: 1}, word), ({"lora": {word: 1}}, f"lora.{word}")):
+            with pytest.raises(ConfigError) as error:
+                parse_config(given)
+            assert str(error.value) == f"unknown key {key}. Did you mean {setting}?"
 
 
 @pytest.mark.parametrize("key", ["data.format", "data.columns", "data.dataset_format", "data.streaming"])
