@@ -83,18 +83,7 @@ def test_command():
     done = run_command("--world", "2", "--steps", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("✅") == 6 and "❌" not in done.stdout
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FSDP2", "=== ", "✅ All tests"))]
-    assert lines[0] == "FSDP2 Integration Test Suite" and lines[-1] == "✅ All tests passed!"
-    assert lines[1:-1] == [
-        f"=== Testing {name} ==="
-        for name in (
-            "Parameter Sharding",
-            "Gradient Synchronization",
-            "Loss Consistency",
-            "Memory Usage",
-            "Training Speed",
-        )
-    ]
+    assert done.stdout.count("=== Testing ") == 5 and "✅ All tests passed!" in done.stdout
 
 
 def test_a_run_that_takes_too_long_is_ended():
