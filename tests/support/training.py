@@ -16,6 +16,8 @@ MODEL = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": True,
 }
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MOE = {**MODEL, **EXPERTS, "model_type": "qwen3_moe", "num_key_value_heads": 2, "tie_word_embeddings": False}
 
 
 WORDS = ["line", "of", "file", ":", "<unk>", "<|end|>"]

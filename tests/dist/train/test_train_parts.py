@@ -14,21 +14,8 @@ from fsdp2x.train.distributed import Interrupted
 from fsdp2x.train.metrics import read_metrics
 from fsdp2x.train.model import build_model
 from harness import distributed
-from training import MODEL, Said, losses, run, settings, shared_folder
+from training import MODEL, MOE, Said, losses, run, settings, shared_folder
 
-MOE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-}
 STEPS = {"steps": 3, "batch_size": None, "accumulation": None, "global_batch_size": 8}
 
 

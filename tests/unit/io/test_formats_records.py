@@ -65,14 +65,19 @@ def test_tensors_of_every_kind(tmp_path):
         assert torch.equal(read_records(files, tmp_path / "module.pt")["weight"].whole(), module.weight)
 
 
-class Bomb:
+class Evil:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return os.mkdir, ("exploded",)
+        return os.mkdir, (str(self.path),)
 
 
 def test_nothing_is_executed_and_damage_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save({"a": torch.zeros(2), "b": Bomb()}, "bomb.pt")
+    torch.save({"a": torch.zeros(2), "b": Evil(tmp_path / "exploded")}, "bomb.pt")
     with OpenFiles() as files:
         with refuses("bomb.pt: cannot be read: it refers to posix.mkdir"):
             read_records(files, tmp_path / "bomb.pt")
@@ -198,16 +203,6 @@ def test_every_changed_number_of_the_zip_is_refused_or_means_nothing(tmp_path):
             for name, tensor in state.items():
                 assert torch.equal(found[name].whole(), tensor), change.what
     assert refused > 100
-
-
-class Evil:
-    """Creates a folder when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fsdp2x.memory import plan_memory
 from fsdp2x.train.cli import main
 from fsdp2x.train.commands.plan_request import COLUMNS, WORDS, explanation, parse_bytes
 from models import Stack
-from training import MODEL
+from training import MODEL, MOE
 
 
 @pytest.fixture
@@ -139,8 +139,7 @@ def test_what_would_make_it_fit_does(config, tmp_path, capsys, kind, share):
 
 def test_the_sum_adds_up(config, tmp_path, capsys):
     """The rows of the summary give the total, with experts whose activations are not estimated, too."""
-    moe = {**MODEL, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
-    (tmp_path / "moe.yaml").write_text(yaml.safe_dump({"model": {"config": moe}}))
+    (tmp_path / "moe.yaml").write_text(yaml.safe_dump({"model": {"config": MOE}}))
     for path, more in ((config, "--offload=all"), (config, "--device=cpu"), (tmp_path / "moe.yaml", "--tokens=64")):
         assert main(["plan", str(path), "--world-size", "2", more]) == 0
         text = capsys.readouterr().out

@@ -51,17 +51,9 @@ def library(folder: Path, *, links=(*TORCH,), runpath: str | None = RUNPATH, tex
         shutil.copy(folder / "empty.so", folder / name)
     source.write_text(f'extern "C" const char* text() {{ return "{text}"; }}\n')
     found = folder / "_C.cpython-311-x86_64-linux-gnu.so"
-    command = [
-        compiler,
-        "-shared",
-        "-fPIC",
-        str(source),
-        "-Wl,--no-as-needed",
-        f"-L{folder}",
-        *(f"-l:{name}" for name in links),
-    ]
-    command += [f"-Wl,--enable-new-dtags,-rpath,{runpath}"] if runpath else []
-    subprocess.run([*command, "-o", str(found)], check=True, timeout=60)
+    options = ["-Wl,--no-as-needed", f"-L{folder}", *(f"-l:{name}" for name in links)]
+    options += [f"-Wl,--enable-new-dtags,-rpath,{runpath}"] if runpath else []
+    subprocess.run([*command[:3], str(source), *options, "-o", str(found)], check=True, timeout=60)
     return found
 
 
