@@ -38,6 +38,7 @@ class Program:
         self, *words: object, log: Path, errors: Path | None = None, cwd: Path | None = None, env=None, session=False
     ):
         self.words, self.log = [str(word) for word in words], log
+        log.touch()  # it is read even if the program ends before it begins
         self._process = fork(
             _main,
             (self.words, str(cwd or Path.cwd()), env or environment(), str(log), str(errors or log), session),
