@@ -162,10 +162,12 @@ def _failed_between_recomputations(case: Case) -> bool:
     return any(faults) and _has_checkpoint(case)
 
 
-def _finalizes_unused(case: Case) -> bool:
-    """Upstream has no zeros for unused parameters unless a backward came to their unit."""
+def _zeros_of_unused(case: Case) -> bool:
+    """Upstream has zeros for unused parameters only if a backward came to their unit."""
     names = [one.arguments.get("name") for one in case.program.ops[: case.index] if one.kind == "set"]
-    return case.kind == "finalize" and "set_reduce_scatter_unused_params" in names
+    pairs = [(case.got.state["grads"].get(name), theirs) for name, theirs in case.expected.state["grads"].items()]
+    differ = any(theirs is None and ours is not None and not ours.any() for ours, theirs in pairs)
+    return "set_reduce_scatter_unused_params" in names and (differ or case.kind == "finalize")
 
 
 def _kept_from_before(case: Case) -> bool:
@@ -272,7 +274,14 @@ RULES = (
     Rule(STOCK, frozenset({"sharded"}), False, "leaves a part of a group gathered", _part_of_a_group),
     Rule(STOCK, ALL, True, "divides fp16 gradients of one rank twice", _halves_twice),
     Rule(STOCK, ALL, True, "recomputes in another order", _failed_between_recomputations),
-    Rule((*STOCK, *UNSHARDED), ALL, True, "has zeros of unused parameters at other times", _finalizes_unused),
+    Rule((*STOCK, *UNSHARDED), ALL, True, "has zeros of unused parameters at other times", _zeros_of_unused),
+    Rule(
+        (),
+        frozenset({"log"}),
+        False,
+        "calls hooks of gradients until it raises",
+        lambda case: case.kind in STEPS and case.kind != "forward" and bool(case.raised(case.side)),
+    ),
     Rule(
         (*STOCK, *UNSHARDED),
         frozenset({"result"}),

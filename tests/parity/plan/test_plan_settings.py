@@ -10,7 +10,7 @@ import yaml
 import fsdp2x
 from checkpoints import on_first
 from fsdp2x.memory import plan_memory
-from fsdp2x.train import Trainer, parse_config
+from fsdp2x.train import ConfigError, Trainer, parse_config
 from fsdp2x.train.commands.plan_request import make_plan
 from fsdp2x.train.config import known_keys
 from harness import distributed
@@ -174,6 +174,23 @@ def test_devices_and_offloading(folder):
     assert half == of(**{"parallel.device": "cuda", "parallel.param_dtype": "bfloat16"}) == cuda
     assert cuda != of(**{"parallel.device": "cuda", "parallel.param_dtype": "float32"})
     assert of(**{"parallel.param_dtype": "auto"}) == cpu
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_config_json_with_settings_is_planned_as_a_run(tmp_path, device):
+    """It needs no YAML and no weights. Runs are compared with the plans of YAMLs above."""
+    write_models(tmp_path)
+    config = prepare(tmp_path, "folder", {"lora.rank": 3})
+    for path in tmp_path.glob("FOLDER/*"):
+        if path.name != "config.json":
+            path.unlink()
+    from_yaml = planned(tmp_path, {**config, "train": {"batch_size": 2}}, device=device)
+    settings = ("lora.rank=3", f"data.block_size={config['data']['block_size']}", "train.batch_size=2")
+    for path in ("FOLDER", "FOLDER/config.json"):
+        assert make_plan(str(tmp_path / path), 2, settings, device=device) == from_yaml
+    assert from_yaml.has_frozen and from_yaml.report.optimizer_bytes < from_yaml.report.shard_bytes
+    with pytest.raises(ConfigError, match=r"^lora.rank=3: key=value settings need a config.json or a training YAML"):
+        make_plan(str(tmp_path / "FOLDER.json"), 2, settings)
 
 
 @distributed(world_sizes=(2,))

@@ -19,7 +19,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         ),
     )
     command.add_argument("config", metavar="CONFIG", help="config.json of a HuggingFace model, or a training YAML.")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="Settings that replace the YAML's.")
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="Settings that replace the YAML's, or those of a run that trains CONFIG's model, such as lora.rank=16.",
+    )
     command.add_argument(
         "--world-size", type=positive, metavar="N", help="Number of ranks. Default: the GPUs of this host, or 1."
     )

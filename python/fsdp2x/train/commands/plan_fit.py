@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp2x.api import columns, readable
 from fsdp2x.base.failures import ConfigError
-from fsdp2x.train.commands.plan_request import MemoryPlan, make_plan
+from fsdp2x.train.commands.plan_request import MemoryPlan, is_model_config, make_plan
 
 # Number of ways that are named.
 _MOST = 2
@@ -59,8 +59,7 @@ def find_fits(plan: MemoryPlan, asked: Mapping[str, Any], memory_bytes: int) -> 
 
     `asked`: the arguments of `make_plan` that gave `plan`.
     """
-    path = Path(asked["config"]).expanduser()
-    is_yaml = not (path.is_dir() or path.suffix == ".json")
+    is_yaml = bool(asked["overrides"]) or not is_model_config(Path(asked["config"]).expanduser())
     tried = list(changes_of(plan))
     for number in (1, 2):
         found = list(itertools.islice(_fitting(itertools.combinations(tried, number), asked, memory_bytes), _MOST))

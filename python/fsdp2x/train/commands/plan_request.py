@@ -42,6 +42,7 @@ from fsdp2x.train.config import SequenceRanks
 from fsdp2x.train.config_file import ConfigFile, parse_config
 from fsdp2x.train.feeds import resolve_tiled_loss
 from fsdp2x.train.model import build_on_meta, offload_mode, prepare, unit_policy, with_defaults
+from fsdp2x.train.parse import set_path
 from fsdp2x.train.strategy import plan_mesh, resolve_batching, usual_node
 from fsdp2x.train.tokenizer import choose_tokenizer, make_tokenizer
 
@@ -226,7 +227,7 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
     Args:
         config: config.json of a HuggingFace model or its folder, or a training YAML.
         world_size: number of all ranks. None: one for each GPU of this host, or one.
-        overrides: settings that replace the YAML's.
+        overrides: settings that replace the YAML's. For a model, they are those of a run that trains it.
         given: arguments of `PlanRequest`; `dtype`, `param_dtype`, and `reduce_dtype` by name; `offload_budget`, a
             size for `cpu_offload_by_budget`; and fields of `MicroBatch`. They replace what the config says, if they are
             not None.
@@ -240,14 +241,12 @@ def make_plan(config: str, world_size: int | None = None, overrides: Sequence[st
     told = {field.name: given.pop(field.name) for field in dataclasses.fields(MicroBatch) if field.name in given}
     path = Path(config).expanduser()
     stages_saves, sequences, batch = False, None, MicroBatch()
-    is_model = path.is_dir() or path.suffix == ".json"
+    is_model = not overrides and is_model_config(path)
     if is_model:
-        if overrides:
-            raise ConfigError(f"{overrides[0]}: key=value settings need a training YAML, got {path.name}")
         model = _build(path, given.get("dtype"))
         asked = {"dtype": str(model.config.dtype).removeprefix("torch.")}
     else:
-        file = ConfigFile.read(path, overrides)
+        file = _training_of(path, overrides)
         with file.located():
             training = parse_config(file.settings)
             if training.model.missing:
@@ -308,6 +307,23 @@ def _activations(
         recomputes=batch.activation_checkpointing,
         tile=tile if batch.tiled_loss else None,
     )
+
+
+def _training_of(path: Path, overrides: Sequence[str]) -> ConfigFile:
+    """Reads a training YAML, or takes the overrides for that of a run that trains the model of a config.json."""
+    if not is_model_config(path):
+        return ConfigFile.read(path, overrides)
+    folder = path if path.is_dir() else path.parent
+    if folder != path and path.name != "config.json":
+        raise ConfigError(f"{overrides[0]}: key=value settings need a config.json or a training YAML, got {path.name}")
+    file = ConfigFile.read_any("", overrides)
+    set_path(file.settings, ["model", "path"], str(folder), "")
+    return file
+
+
+def is_model_config(path: Path) -> bool:
+    """Returns whether the path is a model's folder or config.json, not a training YAML."""
+    return path.is_dir() or path.suffix == ".json"
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
