@@ -1,7 +1,7 @@
 """Records commands in a terminal as a picture: `python docs/record.py`, in a checkout with `make build`.
 
 It runs the files of quickstart.md on a pseudo terminal, as a reader would, and writes docs/assets/train.svg. Lines
-appear at the pace of the run, faster than they did. A viewer without animations shows the last screen.
+light up at the pace of the run, faster than they did. They are legible before, so that a printed page shows them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def record(command: str, folder: Path) -> list[tuple[float, str]]:
 
 
 def draw(screen: list[tuple[float, str]]) -> str:
-    """Returns the SVG of lines that appear at their seconds."""
+    """Returns the SVG of lines that light up at their seconds."""
     width, height = round(COLUMNS * FONT * 0.602) + 2 * PAD, len(screen) * LINE + 2 * PAD
     texts = []
     for index, (at, line) in enumerate(screen):
@@ -87,7 +87,7 @@ def draw(screen: list[tuple[float, str]]) -> str:
 text {{ font: {FONT}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #d7dae0; white-space: pre; \
 animation: show .01s both }}
 .c {{ fill: #7ee787; font-weight: 600 }}
-@keyframes show {{ from {{ opacity: 0 }} }}
+@keyframes show {{ from {{ opacity: .4 }} }}
 @media (prefers-reduced-motion: reduce) {{ text {{ animation: none }} }}
 </style>
 <rect width="100%" height="100%" rx="8" fill="#1e2127"/>
