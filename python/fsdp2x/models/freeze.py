@@ -23,13 +23,12 @@ def freeze_module_prefix(model: nn.Module, prefixes: str | Iterable[str]) -> int
 
     Args:
         model: any module.
-        prefixes: one or several paths of complete names; a string may hold several, separated by commas. A path starts
-            at the model (``"model.visual"``) or at a level below it (``"visual"``). If it matches at several levels,
-            the
-            outermost counts: ``"norm"`` is the final norm, not those of the layers.
+        prefixes: one path or several, in a string also separated by commas. A path has complete names of modules. It
+            starts at the model (``"model.visual"``) or at a level below it (``"visual"``). If it matches at several
+            levels, the outermost counts: ``"norm"`` is the final norm, not those of the layers.
 
     Returns:
-        Elements of the full (not this rank's) parameters that match, ties once. Parameters that were already frozen
+        Number of elements of the full parameters that match, tied ones once. Parameters that were already frozen
         count.
 
     Raises:

@@ -31,7 +31,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    The norm is that of all full gradients as one vector, however they are sharded, and counts copies once. Every rank
+    The norm is that of all full gradients as one vector, however they are sharded. Replicas count once. Every rank
     must call it with the same parameters. On a CUDA device the host does not wait, except with ``error_if_nonfinite``
     or if some gradients are in CPU memory.
 
@@ -43,12 +43,12 @@ def clip_grad_norm_(
         error_if_nonfinite: whether to raise instead of scaling by an infinite or NaN norm.
 
     Returns:
-        The norm before, a plain tensor of no dimensions: float64 if a gradient is float64, else float32.
+        The norm before scaling, a plain tensor of shape []: float64 if a gradient is float64, else float32.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
         RuntimeError: the norm is infinite or NaN and ``error_if_nonfinite`` is True; a gradient is sparse; parameters
-            are gathered or from before ``fully_shard``, so that the model's shards have their gradients.
+            are gathered, or from before ``fully_shard``. The model's shards then have the gradients.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_unmeasured("clip_grad_norm_", params)

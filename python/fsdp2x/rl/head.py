@@ -30,7 +30,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a head's weight from ``first`` on, in the dtype of the products, and their bias."""
+    """A tile of a head's weight, whose first row is ``first``, in the dtype of the products, and its bias."""
 
     first: int
     weight: torch.Tensor

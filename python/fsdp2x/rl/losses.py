@@ -32,12 +32,12 @@ from fsdp2x.rl.score import Scores
 @checked
 @dataclass(frozen=True)
 class PolicySettings:
-    """Choice of a loss. ``dataclasses.replace(rl.GRPO, kl_weight=1e-3)`` changes one.
+    """Settings of :func:`policy_loss`. ``dataclasses.replace(rl.GRPO, kl_weight=1e-3)`` changes one.
 
     Attributes:
-        clip: distances that the ratio may fall below and rise above 1. A fall of 1 is no bound.
-        mean: ``"tokens"`` or ``"samples"``.
-        kl_weight: factor of the KL.
+        clip: (low, high). The ratio is clipped to [1 - low, 1 + high]. A ``low`` of 1 sets no lower bound.
+        mean: ``"tokens"``, over all label tokens of the step, or ``"samples"``, over the samples' means.
+        kl_weight: factor of the KL to the reference model. 0: none.
     """
 
     clip: tuple[float, float] = (0.2, 0.2)
@@ -60,7 +60,9 @@ DAPO = PolicySettings(clip=(0.2, 0.28))
 
 
 class PolicyLoss(NamedTuple):
-    """Shares of this rank and row. ``mean_over_ranks`` of their sums over the rows gives the values of the step.
+    """Result of :func:`policy_loss`: what this row adds to the values of a step on this rank, as scalars.
+
+    To get the values of the step, add them over the rows and call ``mean_over_ranks``.
 
     Attributes:
         loss: scalar for ``backward``.

@@ -221,7 +221,7 @@ def _from_named_axes(mesh: DeviceMesh, dp_mesh_dims: Any) -> ShardGroup:
     if not shard and not replicate:
         raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
     if mesh.mesh_dim_names is None:
-        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided. Pass them to init_device_mesh.")
     for name in (*shard, *replicate):
         if name not in mesh.mesh_dim_names:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")

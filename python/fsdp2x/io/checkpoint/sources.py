@@ -178,7 +178,10 @@ def read_parts(folder: str | Path, trusted: bool = False) -> dict[str, Any]:
         trusted: whether the parts may execute code while they are read.
 
     Returns:
-        step, scheduler, scaler, data, and extra, as far as they were saved.
+        step, scheduler, scaler, data, and extra, as far as they were saved. Empty if the folder has no such parts.
+
+    Raises:
+        CheckpointError: the parts are damaged, or need ``trusted=True``.
     """
     path = Path(folder).expanduser()
     found = _read_parts(path, trusted) if (path / PARTS_FILE).is_file() else {}

@@ -221,9 +221,10 @@ BUCKET_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some full tensors. ``tensors`` is None on a rank that does not receive. Names, shapes and order are the same.
+    """Full tensors of a part of the model. ``tensors`` is None on a rank with ``receive=False``.
 
-    The tensors are valid until you take the next bucket, which reuses their memory. Clone what you keep.
+    ``specs`` has their names, shapes, and dtypes, in the same order on all ranks. The tensors are valid until you take
+    the next bucket, which reuses their memory. Clone what you keep.
     """
 
     index: int
@@ -254,7 +255,7 @@ def stream(
     receive: bool = True,
     transport: str = "auto",
 ) -> Iterator[Bucket]:
-    """Yields the parameters as full tensors in buckets, in the order of ``named_parameters()``, ties once.
+    """Yields the parameters as full tensors in buckets, in the order of ``named_parameters()``, tied ones once.
 
     Persistent buffers come after them, in their own dtype and with this rank's values at the first bucket.
 
@@ -323,7 +324,7 @@ def full_tensors(
     device: torch.device | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (FQN, full tensor) for every parameter, in the order of ``named_parameters()``, ties once.
+    """Yields (FQN, full tensor) for every parameter, in the order of ``named_parameters()``, tied ones once.
 
     Persistent buffers come after them, in their own dtype and with this rank's values at the first item.
 

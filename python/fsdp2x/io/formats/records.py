@@ -160,7 +160,7 @@ def _places(
         raise CorruptFile("it does not begin with its first record")
     for name, info, follower in zip(members, infos, followers, strict=True):
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
-            raise CorruptFile(f"{info.filename} is compressed or encrypted")
+            raise CorruptFile(f"{info.filename} is compressed or encrypted, which torch.save never does. Save it again")
         header = files.read(path, base + info.header_offset, _LOCAL_HEADER_BYTES + len(info.filename.encode()))
         if header[:4] != b"PK\x03\x04" or header[_LOCAL_HEADER_BYTES:] != info.filename.encode():
             raise CorruptFile(f"{info.filename} is not at the offset in the archive's directory")

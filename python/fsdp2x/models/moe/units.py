@@ -101,9 +101,9 @@ def shard_experts(model: nn.Module, **options: Any) -> int:
 def apply_expert_patch(model: nn.Module) -> int:
     """Lets ranks without tokens run fused experts that are a unit. Call it before or after ``fully_shard``.
 
-    A rank without tokens then has gradients of zero, instead of none, and no value is multiplied by zero. Only experts,
-    or blocks of them, that are a unit of their own need it. Do not make each expert of a list, or their block, a unit:
-    ranks would gather other units.
+    A rank without tokens then has gradients of zero, instead of none, and no value is multiplied by zero. You need it
+    only if the experts, or the block around them, are a separate unit. If experts are a list of modules, make neither
+    each of them nor their block a unit, because ranks would gather different units.
 
     Returns:
         The number of blocks.

@@ -222,7 +222,7 @@ def use_varlen_attention(model: nn.Module) -> SequenceAttention:
 
 
 class SequenceAttention:
-    """A model's decoder under attention over layouts. Owns the hooks and remembers the previous implementation."""
+    """Result of :func:`use_varlen_attention`: makes a model's decoder attend inside samples until :meth:`remove`."""
 
     shard: RankPart | None = None  # over ranks: the part of every sequence that each holds
 
@@ -285,7 +285,7 @@ class SequenceAttention:
     # ---- hooks of the decoder
 
     def make_layout(self, inputs: dict[str, Any]) -> SequenceLayout | None:
-        """Returns the layout of a forward without one. None: run as before the call. Over ranks it raises."""
+        """Returns the layout for ``inputs`` that come without one. None if a cache is used: no layout applies."""
         if any(inputs.get(name) is not None for name in _CACHES) or inputs.get("use_cache"):
             return None
         return layout_of(inputs)

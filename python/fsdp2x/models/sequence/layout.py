@@ -142,18 +142,18 @@ class SequenceLayout:
 
     @property
     def query_ranges(self) -> list[Range]:
-        """The positions whose queries meet on this rank in attention: under Ulysses those of all its ranks."""
+        """Positions whose queries this rank has in attention. With Ulysses, those of all ranks that exchange heads."""
         if self.shard is None:
             return [(0, self.length)]
         return self.shard.context_ranges(self.shard.context.rank, self.length)
 
     def take(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's positions of a tensor that has all positions along ``dim``."""
+        """Returns this rank's positions of a tensor that has all positions along ``dim``."""
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.local_ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """All positions along ``dim``, from what :meth:`take` is on each rank of the group."""
+        """Returns all positions along ``dim``. ``parts``: results of :meth:`take` on each rank, in rank order."""
         assert self.shard is not None, "a layout over ranks"
         pieces = {}
         for rank, part in enumerate(parts):
@@ -167,7 +167,7 @@ class SequenceLayout:
         return self.num_rows * self.length - sum(stop - start for _, start, stop in self.samples)
 
     def common_range(self) -> tuple[int, int] | None:
-        """Start and stop if every row holds one sample at the same place, so that one attention call suffices."""
+        """Start and stop of the sample if every row has one, at the same place. One attention call then suffices."""
         ranges = {(start, stop) for _, start, stop in self.samples}
         rows = {row for row, _, _ in self.samples}
         if len(ranges) == 1 and len(rows) == len(self.samples) == self.num_rows:
@@ -175,14 +175,14 @@ class SequenceLayout:
         return None
 
     def by_row(self) -> Iterator[list[Range]]:
-        """For each row the ranges of its samples."""
+        """Returns the ranges of each row's samples."""
         ranges: list[list[Range]] = [[] for _ in range(self.num_rows)]
         for row, start, stop in self.samples:
             ranges[row].append((start, stop))
         return iter(ranges)
 
     def pieces(self, samples: Sequence[Range]) -> list[Piece]:
-        """The keys that each run of this rank's queries sees, in their order, in a row of these ``samples``."""
+        """Cuts a row's queries on this rank into runs that see the same keys: (number of queries, range of keys)."""
         pieces: list[Piece] = []
         for first, last in self.query_ranges:
             place = first

@@ -111,7 +111,7 @@ def mean_of_tokens(
 @checked
 @torch.no_grad()
 def mean_over_ranks(value: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the mean of a scalar over ranks, detached. Collective."""
+    """Returns the mean of a scalar over the ranks of ``group`` (default: all), detached. Collective."""
     mean = value.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(mean, group=group)
@@ -239,9 +239,10 @@ class RowSums:
         return RowSums(self.highest[part], self.total[part], weighted, self.label_score[part])
 
     def add(self, scores: torch.Tensor, labels: torch.Tensor, first: int, spare: torch.Tensor | None) -> None:
-        """Adds the columns from ``first`` on: ``scores`` [rows, columns], overwritten like ``spare`` of that shape.
+        """Adds a tile of the vocabulary, which starts at ``first``. Overwrites ``scores`` and ``spare``.
 
-        Entropies need ``spare``. ``labels`` are [rows]; labels outside of the columns belong to another tile.
+        Both are [rows, words of the tile]. Entropies need ``spare``. ``labels`` are [rows]. Labels of other tiles are
+        left out.
         """
         inside, places = _find(labels, first, scores.shape[1])
         found = scores.gather(1, places).squeeze(1)
@@ -311,7 +312,7 @@ class RowGradients:
         return RowGradients(self.highest[part], self.constant[part], slope, of_label)
 
     def apply_(self, scores: torch.Tensor, labels: torch.Tensor, first: int, spare: torch.Tensor | None) -> None:
-        """Turns ``scores`` [rows, columns from ``first`` on] into their gradient, in place."""
+        """Replaces ``scores`` of a tile, as in `RowSums.add`, by their gradient."""
         scores.sub_(self.highest.unsqueeze(1))
         if self.slope is None:
             scores.exp_().mul_(self.constant.unsqueeze(1))

@@ -29,7 +29,7 @@ def named_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def muon_param_groups(
     model: nn.Module, exclude: Sequence[str] | None = None, split: str = "blocks", **adamw: Any
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` in groups for ``Muon``: matrices, and last what AdamW steps.
+    """Groups the trainable parameters of ``model`` for ``Muon``: matrices first, and last what AdamW steps.
 
     AdamW gets what has fewer than two dims, biases, embeddings, the output or task head, convolutions, Mamba's
     ``A_log``, PEFT's adapters, and what ``exclude`` names. For adapters a warning says so: Orthogonal factors do not
