@@ -21,7 +21,7 @@ __version__ = _version("fsdp2x")
 
 
 def __getattr__(name: str) -> Any:
-    """Defines all public names when the first one is used. ``rl``, ``rollout``, and ``sync`` come one by one."""
+    """Defines all public names when the first one is used. ``checkpoint``, ``rl``, and others come one by one."""
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = importlib.import_module("fsdp2x._public")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp2x import checkpoint, export, moe, optim, sequence
+from fsdp2x import optim
 from fsdp2x.installer import install, uninstall
 from fsdp2x.io.export.stream import full_tensors
 from fsdp2x.io.hf.load import LoadReport, from_pretrained, load_hf
@@ -37,7 +37,7 @@ from fsdp2x.plan.profile import profile
 from fsdp2x.sharding.offload import HostOffloadPolicy, cpu_offload_by_budget
 
 if TYPE_CHECKING:
-    from fsdp2x import rl, rollout, sync
+    from fsdp2x import checkpoint, export, moe, rl, rollout, sequence, sync
 
 __all__ = [
     "CPUOffloadPolicy",
