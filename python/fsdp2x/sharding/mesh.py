@@ -59,7 +59,7 @@ def default_mesh() -> DeviceMesh:
             raise RuntimeError(
                 "fully_shard: there is no process group, and the environment variables to make one are not set "
                 f"({', '.join(missing)}). Start the script with torchrun --nproc_per_node=N, or call "
-                "torch.distributed.init_process_group first."
+                "torch.distributed.init_process_group first. In a notebook, use accelerate.notebook_launcher."
             )
         dist.init_process_group()
     return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),))
