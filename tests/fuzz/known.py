@@ -27,6 +27,7 @@ STOCK_RAISES = (
         "the last module of a group returns no tensor: nothing is gathered",
     ),
     ("Cannot use ReduceOp.PREMUL_SUM with Gloo", "a gradient divide factor on the CPU"),
+    ("list index out of range", "reshard_after_forward to fewer ranks with shards of the last dim"),
     ("cannot change mode after backward starts", "after backwards that it does not take for the last"),
 )
 
