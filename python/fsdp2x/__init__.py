@@ -1,11 +1,10 @@
 """Shards HuggingFace models over ranks: FSDP2's ``fully_shard`` on a C++ engine.
 
-``import fsdp2x`` starts nothing: no process group, no thread, no device context. Without torch in the process, it waits
-with the imports until a name is used, so that commands such as ``fsdp2x --help`` answer at once.
+``import fsdp2x`` starts nothing: no process group, no thread, no device context. It waits with its own imports, torch
+among them, until a name is used, so that commands such as ``fsdp2x --help`` answer at once.
 """
 
 import importlib
-import sys
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return ["__version__", *__getattr__("__all__")]
-
-
-if "torch" in sys.modules:
-    __getattr__("__all__")
