@@ -178,7 +178,8 @@ def test_quantized_weights_are_refused(config, tmp_path, capsys, name):
     ("arguments", "message"),
     [
         (["missing.json", "--world-size", "2"], "missing.json: no such file"),
-        (["CONFIG", "a.b=1", "--world-size", "2"], "a.b=1: key=value"),
+        (["CONFIG", "a.b=1", "--world-size", "2"], "unknown key a.b"),
+        (["CONFIG", "model.path=other", "--world-size", "2"], "model.path=other: the model is that of"),
         (["CONFIG", "--world-size", "4", "--replicas", "3"], "3 replicas do not divide"),
         (["CONFIG", "--world-size", "4", "--reshard-after-forward", "3"], "a factor of 4, not 3"),
         (["CONFIG", "--world-size", "2", "--memory", "much"], "--memory: expected a size with a unit"),

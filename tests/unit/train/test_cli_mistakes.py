@@ -155,6 +155,7 @@ FINE["plan"] = (*FINE["train"], "model.config.vocab_size=100",
                  "data.files=/missing", "data.files=/dev/null", "logging.output=/dev/null/x",
                 "checkpoint.resume_from=/missing", "checkpoint.resume_from=empty", "checkpoint.folder=/dev/null/x",
                 "parallel.device=cuda", "model.attn_implementation=nonsense", "data.tokenizer=/missing")  # fmt: skip
+FINE["plan json"] = (*FINE["plan"], "model.config={}")
 FINE["config explain"] = (*FINE["plan"][:-2], FINE["plan"][-1], "model.config={}", "/dev/null", "nothing")
 
 

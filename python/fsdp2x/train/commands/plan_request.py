@@ -316,6 +316,8 @@ def _training_of(path: Path, overrides: Sequence[str]) -> ConfigFile:
     folder = path if path.is_dir() else path.parent
     if folder != path and path.name != "config.json":
         raise ConfigError(f"{overrides[0]}: key=value settings need a config.json or a training YAML, got {path.name}")
+    if given := next((one for one in overrides if one.startswith("model.path=")), None):
+        raise ConfigError(f"{given}: the model is that of {path}. Leave one of them out.")
     file = ConfigFile.read_any("", overrides)
     set_path(file.settings, ["model", "path"], str(folder), "")
     return file
