@@ -165,7 +165,7 @@ def sample(way: str, folder: str) -> None:
     import transformers
     from transformers import Qwen3ForCausalLM  # noqa: F401
 
-    import fsdp2x  # noqa: F401
+    from fsdp2x import from_pretrained  # noqa: F401, the first name imports what all of them need
 
     transformers.utils.logging.disable_progress_bar()
     own_memory(folder)

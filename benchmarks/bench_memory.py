@@ -48,6 +48,7 @@ def run_rank(side: str, case: Case, rank: int, world: int, port: int, steps: int
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (part of the baseline)
 
     import fsdp2x
+    from fsdp2x import fully_shard  # noqa: F401, the first name imports what all of them need
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size=None, is_master=False)
