@@ -43,6 +43,7 @@ def test_mistakes_are_one_sentence(folder):
         ("none.yaml",): "config file none.yaml: No such file",
         ("entry.yaml",): "unexpected keyword argument 'data_file'",
         ("--lerning-rate", "1"): "unrecognized argument --lerning-rate. Did you mean learning_rate?",
+        ("--learning_rat", "1"): "unrecognized argument --learning_rat. Did you mean learning_rate?",
         ("--max_steps", "few"): "argument --max_steps/--max-steps: invalid int value: 'few'",
         ("--model_name_or_path", "Some/Model"): f"Some/Model is neither a folder nor in the HuggingFace cache. {hub}",
         ("--model_name_or_path", "./a/b/c"): f"./a/b/c is neither a folder nor in the HuggingFace cache. {hub}",

@@ -59,6 +59,7 @@ def _parse(parser: Any, config: str | None, words: list[str]) -> tuple:
         raise ConfigError(message)
 
     parser.error = fail
+    parser.allow_abbrev = False
     settings = read_yaml(config) if config else {}
     known = [field.name for kind in parser.dataclass_types for field in dataclasses.fields(kind) if field.init]
     wrong = [(f"config file {config}: unknown key", str(key)) for key in settings if key not in (*known, "env")]
