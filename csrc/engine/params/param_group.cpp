@@ -108,6 +108,7 @@ void ParamGroup::join(std::shared_ptr<Transport> transport, std::shared_ptr<Comm
   member_.transport = std::move(transport);
   member_.commons = std::move(commons);
   gradients_.use(member_.commons);
+  gather_.kept = Slot();  // of the transport before
 }
 
 void ParamGroup::take_seats(AgreementSeat shards, AgreementSeat replicas) {

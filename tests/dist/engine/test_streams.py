@@ -386,6 +386,22 @@ def test_memory_of_the_process_group(ctx):
                 assert any(start <= address and address + num_bytes <= start + size for start, size in starts.items())
 
 
+@distributed(world_sizes=(1,))
+def test_kept_slots_end_with_their_transport(ctx):
+    """Other memory for collectives means another transport. A unit that keeps its slot then takes a new one."""
+    streams.install()
+    found = []
+    for keeps in (False, True):
+        model = sharded(ctx, mp_policy=POLICIES["bf16"])
+        for block in model.blocks:
+            block.set_keep_unsharded_storage(keeps)
+        for number in range(2):
+            loss_of(model, ctx.rank, number).backward()
+            model.set_allocate_memory_from_process_group_for_comm(number == 0)
+        found.append(grads(model))
+    same(*found, "summed")
+
+
 @distributed(world_sizes=(1, 2))
 @pytest.mark.each_world
 @pytest.mark.parametrize("offload", [None, "gradients", "all"])
